@@ -1,8 +1,8 @@
 """OpenEnv's protocol: a WebSocket at `/ws` with one game at a time, and the HTTP routes of OpenEnv's tools.
 
-It is implemented here because the `openenv` package installs a hundred other packages. Clients of OpenEnv's
-public Wordle environment understand its texts: a guess is in square brackets, the marks are the letters G, Y
-and X on a line below "Feedback:", and "You attempted an invalid move" means that the turn is lost.
+It is implemented here because the `openenv` package installs a hundred other packages. The texts are those
+that clients of OpenEnv's public Wordle environment understand: a guess is in square brackets, the marks are
+the letters G, Y and X on a line below "Feedback:", and "You attempted an invalid move" costs a turn.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from env_space.sessions import Origin, Session, Sessions
 Answer = dict[str, Any]
 Timer = Callable[[float], object]  # takes the seconds that a move took
 BUSY = "Too many connections wait without a game: connect again and send a reset."
-MOST_IDLE = 64  # limit on connections without a game, or the maximum number of games if that is more
+MOST_IDLE = 64  # connections without a game: at most this many, or the maximum number of games if larger
 IDLE = "Closed after {:g} s without a message: connect again and send a reset."
 RESET_FIRST = "No game is in play on this connection: send a reset first."
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
@@ -76,7 +76,7 @@ class Observation(BaseModel):
 
 
 class State(BaseModel):
-    """The state of the connection's game, without the secret."""
+    """The state of the connection's game. `last_info` has the secret only once the game is over."""
 
     episode_id: str | None
     step_count: int
@@ -259,8 +259,8 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
     @app.get("/schema")
     async def schema() -> Answer:
         """The JSON schemas of the messages on `/ws`."""
-        kinds: dict[str, type[BaseModel]] = {"action": Action, "observation": Observation, "state": State}
-        return {name: kind.model_json_schema() for name, kind in kinds.items()}
+        kinds: tuple[type[BaseModel], ...] = (Reset, Action, Observation, State)
+        return {kind.__name__.lower(): kind.model_json_schema() for kind in kinds}
 
     @app.get("/metadata")
     async def metadata() -> dict[str, str]:

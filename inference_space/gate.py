@@ -38,7 +38,7 @@ BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
 LEAST = 256 << 10  # a visitor's body counts as this many bytes at least, because it holds a connection
 # The budget of one address: how much it gains per second, and how much it can save up. The cost of a route
-# is about the number of milliseconds that a request takes.
+# is about the milliseconds of this process that a request takes; the lanes limit what vLLM computes.
 RATE = (200.0, 2000.0)
 
 
@@ -59,12 +59,12 @@ _FILE = r"(/[\w-][\w.-]*)+"  # no part of it begins with a dot
 ROUTES = (
     Route("/", cost=2.0),
     Route("/", "HEAD", cost=2.0),
-    Route("/(health|ready)", lane=""),  # no limit: the platform and trainers depend on them
+    Route("/(health|ready)", lane=""),  # any number at a time: the platform and trainers need them
     Route("/status"),
     Route("/v1/models", lane="reading"),
     Route("/v1/(chat/)?completions", "POST", lane="inference", keyed=True, body="completion", cost=10.0),
-    # A poke only says "look at the bucket now". It needs the key because all replicas of a user share one
-    # quota of requests to the Hub.
+    # A poke only says "look at the bucket now". It needs the key if inference does, because all replicas
+    # of a user share one quota of requests to the Hub.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)", lane="reading", cost=5.0),
     # Only the routes of Gradio that the page needs. The owner's events pass, too: the dashboard itself checks
@@ -77,8 +77,8 @@ ROUTES = (
     Route("/logout"),
 )
 
-# Only these headers reach the apps. Keys and tokens do not. The origin is left out, because Gradio would let
-# any site read its answers; the host is replaced, because a client can set it to anything.
+# Only these headers reach the apps, so keys and tokens do not. To an `Origin`, Gradio would answer with CORS
+# headers that let any site read the answer. The host is replaced, because a client can set it to anything.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent".split()
 )
@@ -162,7 +162,7 @@ class Gate:
             if announced != 0:
                 raise HTTPException(413, "this route takes no body: send the request without one", CLOSE)
             return b"", 1
-        # Before a browser sends JSON to another site, it asks that site (CORS); the gate refuses.
+        # JSON only: before a browser sends JSON to another site, it asks with OPTIONS, which no route takes.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
             raise HTTPException(
                 415, "the body must be JSON: send it with Content-Type: application/json", CLOSE
@@ -190,7 +190,7 @@ def find_route(scope: Scope) -> Route:
 
 # vLLM trusts its callers, so the gate stops requests that would cost minutes or gigabytes. vLLM itself checks
 # types, logprobs and lengths in tokens.
-BYTES_PER_TOKEN = 16  # of body per token of the context; a token id takes 8, an escaped character 6 to 12
+BYTES_PER_TOKEN = 16  # of body per token of context: in JSON a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together

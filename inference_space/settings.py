@@ -39,9 +39,9 @@ class Settings(SpaceSettings):
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    # Needed for inference and the owner's controls. If empty, inference is open and there are no controls.
+    # For inference, pokes and the owner's controls. If empty, inference and pokes are open, controls missing.
     key: HeaderText = Field("", repr=False)
-    open_inference: bool = False  # inference needs no key
+    open_inference: bool = False  # inference and pokes need no key
     max_requests: int | None = Field(None, ge=1)  # concurrent inference requests; None: 4 * max_num_seqs
     request_s: float = Field(900.0, gt=0)  # seconds that an inference request may take
     folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas

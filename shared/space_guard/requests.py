@@ -17,7 +17,7 @@ _KEY_HEADER = KEY_HEADER.lower().encode()
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
 SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
 CLOSE = {"Connection": "close"}  # for refusals that leave the rest of the body unread
-_EXCESS = 8 << 20  # bytes read beyond the limit: a client that still sends may not see the answer
+_EXCESS = 8 << 20  # bytes read beyond the limit: a client that is still sending may not read the refusal
 
 
 class Problem(BaseModel):

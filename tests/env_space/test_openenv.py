@@ -207,6 +207,7 @@ def test_the_routes_that_openenvs_tools_need():
         schema, about = client.get("/schema").json(), client.get("/metadata").json()
         tools = client.post("/mcp", json={"jsonrpc": "2.0", "id": 7, "method": "tools/list"}).json()
         refused = [client.post("/mcp", content=body).json() for body in (b"{}", b"[", b"[]", b"\xff")]
+    assert {"seed", "split"} <= schema["reset"]["properties"].keys()
     assert schema["action"]["required"] == ["message"]
     assert {"messages", "reward", "done"} <= schema["observation"]["properties"].keys()
     assert "step_count" in schema["state"]["properties"]

@@ -14,7 +14,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.scratch import PREFIX, Scratch
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm import server
-from delta_weight_sync.vllm.disk import private_folder
+from delta_weight_sync.vllm.disk import Layout, private_folder
 from delta_weight_sync.vllm.follower import Follower
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
@@ -84,6 +84,19 @@ def test_a_replica_removes_what_was_half_fetched_and_keeps_what_is_whole(tmp_pat
     assert list(tmp_path.glob("r/**/.*.part")) + list(tmp_path.glob("r/*.safetensors")) == []
     assert (coming / "config.json").exists()
     assert not version.exists()
+    run.close()
+
+
+def test_an_anchor_that_is_kept_does_not_count_as_progress(tmp_path, monkeypatch) -> None:
+    run = Drifting(tmp_path / "bucket", tensors={"weight": (1024, 512)})
+    reader, said = RunReader(open_bucket(run.url), RUN), list[str]()
+    layout = Layout(reader, tmp_path / "r")
+    layout.put(reader.manifest())
+    manifest = run.step()
+    apply = RunReader.apply
+    monkeypatch.setattr(RunReader, "apply", lambda *given: (said.append(layout.progress()), apply(*given)))
+    layout.put(manifest)
+    assert said == [f"0.0 of {manifest.recipe().deltas[0].size / 1e6:.1f} MB"]
     run.close()
 
 

@@ -1,6 +1,6 @@
 """The Hub: the rights of a token, the state and health of the Spaces, and the changes that `up` makes.
 
-Every call goes through huggingface_hub. `explained` turns its errors into a `DeployError`.
+Every call to the Hub goes through huggingface_hub. `explained` turns its errors into a `DeployError`.
 """
 
 import os
@@ -46,14 +46,14 @@ _LOG_LINES = 15
 
 
 def connect() -> HfApi:
-    """A client of the Hub at HF_ENDPOINT, with a time limit for requests. By default there is none."""
+    """A client of the Hub at HF_ENDPOINT, with a time limit for requests; huggingface_hub sets none."""
 
     def client() -> Any:
         made = new_client()
         made.timeout = 60.0
         return made
 
-    configure_clients()  # now: called later, when `doctor` opens a bucket, it would replace our factory
+    configure_clients()  # before ours: otherwise it would run when `doctor` opens a bucket, and replace ours
     set_client_factory(client)
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
@@ -114,7 +114,7 @@ class Account:
         self._grants: Mapping[str, Any] = access.get("fineGrained") or {}
 
     def may_write(self, owner: str | None = None) -> bool:
-        """Whether the token may create repositories of this owner, or by default change anything at all."""
+        """Whether the token may create repositories of `owner`, or without `owner`, write anything at all."""
         if self.role != "fineGrained":
             return self.role != "read" and owner in {None, self.name, *self.orgs}
         scopes = [s for s in self._grants.get("scoped", ()) if owner in (None, s["entity"].get("name"))]
@@ -140,7 +140,8 @@ def require_read_only(api: HfApi, token: str) -> str:
         raise DeployError(f"SPACE_HF_TOKEN is not set: {use}; {fix}")
     account = Account(api, token, "SPACE_HF_TOKEN")
     if account.may_write():
-        raise DeployError(f"SPACE_HF_TOKEN may write ({account.role}), which no token on a Space may: {fix}")
+        problem = f"SPACE_HF_TOKEN may write ({account.role})"
+        raise DeployError(f"{problem}, but a token on a Space must be read-only: {fix}")
     return token
 
 
@@ -173,8 +174,8 @@ def spaces_of(
     """Return all Spaces of this deployment, the environment's first. Raises `DeployError` for a foreign one.
 
     The Hub's list may be out of date, so `expected` Spaces are looked up as well. With `page`, the static
-    Space is the last. Sets the environment variable `SPACES` to the URLs of the others, because this process
-    sends its key only to URLs listed there.
+    Space is the last. Sets the environment variable `SPACES` to the URLs of all but the static Space, because
+    this process sends its key only to URLs listed there.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+){'|page' * page})")
     with explained(f"listing the Spaces of {owner}"):
@@ -257,7 +258,7 @@ def apply(
         if repo_id not in plans:
             change(f"delete {repo_id}, which is not in the plan", api.delete_repo, repo_id, repo_type="space")
             continue
-        _update(plans[repo_id], space, secrets, api, change)  # a Space without files does not run yet
+        _update(plans[repo_id], space, secrets, api, change)  # before the files: a new Space starts with them
         if _upload(api, space, files(plans[repo_id].folder)):
             changes += 1
         elif stage in (*PAUSED, *FAILED):
@@ -270,7 +271,7 @@ def apply(
 def _update(
     plan: SpacePlan, space: Space, secrets: Mapping[str, str], api: HfApi, change: Callable[..., None]
 ) -> None:
-    """Change the settings that differ from the plan. Other variables, which the owner added, stay."""
+    """Change the settings that differ from the plan. Of other variables, only `PUBLIC_KEY` is removed."""
     repo_id, hardware, sleep_s = plan.repo_id, plan.hardware, plan.sleep_s
     if space.private != plan.private:
         what = f"make {repo_id} {'private' if plan.private else 'public'}"

@@ -65,9 +65,7 @@ def self_test(model: torch.nn.Module) -> None:
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "cpu_linear")]
     for name, module in layers:
         linear, weight = module.cpu_linear, module.weight
-        live = (
-            linear is functional.linear
-        )  # vLLM does not pack a few layers: each call passes them the weight
+        live = linear is functional.linear  # vLLM does not pack a few layers: each call passes their weight
         if isinstance(linear, _LiveLinear):
             live = linear.memory.is_set_to(weight.data)
         if weight.ndim == 2 and not (live and weight.numel()):

@@ -1,7 +1,7 @@
 """A replica's folders, where versions are built as checkpoints for vLLM and its workers.
 
-The anchor stays on disk, so that healing and going back fetch a few deltas at most. A version is a copy of
-the anchor with the later deltas applied; all workers map the same file. A commit checks its digest.
+The anchor stays on disk, so another version with this anchor needs only deltas and jumps. A version is a copy
+of its anchor with these applied; all workers map the same file. The commit proves the version's digest.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from delta_weight_sync.errors import ProtocolError, SettingsError
 from delta_weight_sync.reader import RunReader, checkpoint_errors, remove_other_files
 from delta_weight_sync.records import Manifest
 
-_STEPS = 10  # progress is reported in tenths, because each change is written to the run's log
+_STEPS = 10  # progress is reported in tenths, because each new text of the progress is logged
 
 Shapes = dict[str, list[int]]
 """Checkpoint name -> shape."""
@@ -24,9 +24,9 @@ Shapes = dict[str, list[int]]
 def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     """Return the folder that `variable` names; create it for this user alone if it is missing.
 
-    vLLM runs or serves what it reads there. So `SettingsError` is raised if the folder belongs to another
-    user (anyone can create one in /tmp), if every user may write to it, or if another process has locked it.
-    This process then keeps it locked, unless `keep` is False.
+    vLLM executes what it reads there (chat templates) or serves it (weights). So `SettingsError` is raised if
+    the folder belongs to another user (anyone can create one in /tmp), if every user may write to it, or if
+    another process has locked it. This process then keeps it locked, unless `keep` is False.
     """
     path, problem = Path(folder), ""
     try:
@@ -80,7 +80,7 @@ class Layout:
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
 
     def progress(self) -> str:
-        """How much `put` has fetched, in steps of a tenth, such as "27 of 269 MB"; "" if it does not run."""
+        """How much `put` has fetched of what it needs, such as "27 of 269 MB"; "" if it fetches nothing."""
         if not (wanted := self._wanted):
             return ""
         found = (part for folder in (self._anchors, self._version) for part in folder.rglob(".*.part"))
@@ -103,6 +103,7 @@ class Layout:
             raise ProtocolError(f"the anchor of version {anchor.version} has no {WEIGHTS}")
         kept, coming = self._anchors / weights.sha256, self._anchors / "coming"
         if all((path := kept / ref.name).is_file() and ref.is_in(path) for ref in anchor.files):
+            self._wanted -= sum(ref.size for ref in anchor.files)
             return kept
         if kept.exists():
             shutil.rmtree(coming, ignore_errors=True)

@@ -20,7 +20,7 @@ from delta_weight_sync.vllm import METHOD, commits_between_steps, takes_images
 from delta_weight_sync.vllm.disk import Shapes
 
 _POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; a poll waits for the current step
-_TIMEOUT_S = 600.0  # for one answer; a large model is hashed in seconds
+_TIMEOUT_S = 600.0  # for one answer; the slowest one (`learn`, which hashes all weights) takes seconds
 _CHECK_S = 1.0  # how often a call checks that vLLM still lives
 
 
@@ -98,9 +98,9 @@ class Engine:
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Seconds:
         """Stage delta files, in this order, while vLLM generates; then commit them between two steps.
 
-        A failure raises and changes nothing. Afterwards running requests continue with the new weights, new
-        requests reuse no prefix from older weights, and later tokens have the label `label`. If vLLM pauses
-        for commits, it also computes the keys and values of running requests again.
+        A failure raises; an engine that failed has its old weights, but others may have committed. After
+        success, running requests continue with the new weights (if vLLM pauses for commits, it computes their
+        keys and values again), new requests reuse no older prefix, and later tokens have the label `label`.
         """
         return self._take(digest, label, deltas=[str(path.absolute()) for path in deltas])
 
@@ -126,9 +126,9 @@ class Engine:
         self._wait(self._client.update_weight_version(label))
 
     def _take(self, digest: str, label: str, **what: Any) -> Seconds:
-        """Stage and commit. With one worker per engine, "stage" answers after the commit: see `_step_commit`.
+        """Stage and commit. If a worker is in its engine's process, "stage" commits, too: see `_step_commit`.
 
-        Several workers are processes that answer one call at a time. They are polled, because a call that
+        Other workers are processes that answer one call at a time. They are polled, because a call that
         waited for the stage would block them.
         """
         between = commits_between_steps()

@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def _call(worker: object, **call: object) -> object:
-    # Imported late: while vLLM starts, it replaces kernels in all loaded modules, and fails on numba's.
+    # Imported late: vLLM, as it starts, patches the kernels of all loaded modules, and crashes on numba's.
     from delta_weight_sync.vllm.worker import call as answer
 
     return answer(worker, **call)  # type: ignore[arg-type]

@@ -4,12 +4,12 @@ vLLM fuses, splits, transposes and renames: `q_proj`, `k_proj` and `v_proj` beco
 each tensor-parallel rank holds some of these rows. The model's `load_weights` knows how. So it runs once on
 probes, and the copies that it would make are recorded. Probes are tensors without memory ("meta" tensors).
 A dispatch mode sees every operation of the loader's thread and records copies from a probe into the model's
-memory. If the loader writes anything else there that it made from a tensor, that tensor has no route.
+memory. If the loader writes something there that it computed from a probe, the probe's tensor has no route.
 
 After loading, vLLM may derive other tensors from the weights, for example for a kernel. Deltas would not
 update those, so such a model is refused. A tensor that has the same bits as before loading is not derived.
 So `install` wraps vLLM's loader and records the tensors before loading, and which parameters change after it.
-Without this record, every tensor outside of the parameters counts as derived.
+Without this record, a tensor counts as derived unless loading fills it or `_NO_WEIGHTS` names it.
 """
 
 import math
@@ -91,9 +91,9 @@ def joined(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...
 
 
 def times_touched(parts: Sequence[Geometry], numel: int) -> torch.Tensor:
-    """Count how many parts contain each element: int32 [numel / n], one count for n neighbouring elements.
+    """Count the parts that contain each element: int32 [numel / n], one count per n neighbouring elements.
 
-    n is the largest number for which no part splits such a group.
+    n is the largest number for which every part consists of whole groups of n.
     """
     runs = [part.sizes[-1] if part.strides[-1] == 1 else 1 for part in parts]
     steps = [step for part in parts for step in (part.offset, *part.strides[:-1])]
@@ -129,7 +129,7 @@ def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
         if reason := recorder.load([name for name in shapes if name not in failed]):
             raise RouteError(f"vLLM's loader fails on probes ({reason})")
         recorder.unroutable |= failed
-        recorder.reached |= touched  # a commit reloads the failed tensors, which refills these
+        recorder.reached |= touched  # count as filled: a commit that reloads the failed tensors writes them
     for name, parameter in model.named_parameters():
         if parameter.numel() and storage_of(parameter) not in recorder.reached:
             raise RouteError(
@@ -233,7 +233,7 @@ class Recorder(TorchDispatchMode):
         except RuntimeError:
             if func not in _VIEWS:
                 raise
-            # A view of a contiguous copy: the `_MOVES` branch returned the original instead of that copy.
+            # The loader views a contiguous copy, but `_MOVES` returned the original, which is not contiguous.
             result = func(args[0].contiguous(), *args[1:])
         new = [tensor for tensor in _tensors(result) if storage_of(tensor) not in self._origin]
         self._trace(new, names, how or str(func))
@@ -400,7 +400,7 @@ Bits = tuple[torch.Size, int]
 """Shape and hash of a tensor."""
 
 
-# What a model held before loading: path -> (tensor, its bits). This keeps the tensors' memory in use.
+# What a model held before loading: path -> (tensor, its bits). Kept, so that no later storage has its id.
 _before: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[torch.Tensor, Bits]]] = WeakKeyDictionary()
 # Name of a parameter that changed in the steps after loading.
 _changed: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
@@ -433,7 +433,7 @@ def watch_finish(finish: Callable[..., None], model: torch.nn.Module, *args: Any
 
 
 def stale(model: torch.nn.Module, filled: set[int]) -> str:
-    """Why deltas would not update all of this model, in one sentence; "" if they would.
+    """A sentence that names a tensor which deltas would leave stale; "" if there is none.
 
     `filled`: the storages that loading fills.
     """
@@ -496,7 +496,7 @@ def bits_of(tensor: torch.Tensor) -> Bits:
     wide = flat.view(torch.int16) if flat.element_size() > 1 else flat.view(torch.uint8).to(torch.int16)
     if not flat.is_cpu:
         return tensor.shape, 0 if flat.is_meta else hashed(wide)
-    # Imported late: while vLLM starts, it replaces kernels in all loaded modules, and fails on numba's.
+    # Imported late: vLLM, as it starts, patches the kernels of all loaded modules, and crashes on numba's.
     from delta_weight_sync.digest import tensor_digest
 
     return tensor.shape, tensor_digest("", wide.numpy().view("uint16"))
