@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from delta_weight_sync.records import Writer
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import open_bucket
 from delta_weight_sync.util import count_text, size_text
 from docs.screenshots import READY, open_view
 from inference_space.dashboard import export as exporting
@@ -27,8 +27,7 @@ from inference_space.dashboard.export import export
 from tests.browser import PATIENCE_S, shows_scheme, watched_page, with_node
 from tests.inference_space.dashboard.test_state import GAMES
 from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard
-from tests.support.hubsim import HubSim
-from tests.support.real_run import KINDS, Drifting, RealRun, Shown, games
+from tests.support.real_run import KINDS, Drifting, games
 from tests.support.written_run import FULL, TOTAL, WrittenRun, digest_of
 
 pytestmark = pytest.mark.full
@@ -41,9 +40,7 @@ def rows(page: Page, table: int) -> list[list[str]]:
     return [[cell.strip() for cell in row.locator("td").all_inner_texts()] for row in found]
 
 
-def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(
-    page: Page, url: str, run: WrittenRun
-) -> None:
+def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(page, url, run):
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     run.publish(FULL, TOTAL)
@@ -83,9 +80,7 @@ def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(
     assert {urlsplit(one).hostname for one in asked} == {"127.0.0.1"}, "nothing leaves the machine"
 
 
-def test_an_empty_then_vanished_then_restored_bucket(
-    page: Page, url: str, bucket: Bucket, folder: Path
-) -> None:
+def test_an_empty_then_vanished_then_restored_bucket(page, url, bucket, folder):
     page.goto(url)
     expect(page.locator("#dws-live h1")).to_contain_text("Waiting for a trainer to publish the first version")
     expect(page.locator("#dws-live h1")).to_contain_text(bucket.url)
@@ -101,7 +96,7 @@ def test_an_empty_then_vanished_then_restored_bucket(
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
-def test_a_run_shows_how_it_starts_until_its_first_step(page: Page, url: str, run: WrittenRun) -> None:
+def test_a_run_shows_how_it_starts_until_its_first_step(page, url, run):
     run.publish(FULL, TOTAL)
     run.status("near", None, state="starting vLLM with version 0")
     page.goto(url)
@@ -118,9 +113,7 @@ def test_a_run_shows_how_it_starts_until_its_first_step(page: Page, url: str, ru
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_all_of_it_without_sideways_scrolling(
-    browser: Browser, url: str, run: WrittenRun, scheme: str
-) -> None:
+def test_a_phone_shows_all_of_it_without_sideways_scrolling(browser, url, run, scheme):
     for version in range(61):
         run.publish(FULL if version == 0 else 44_000, 2_200)
         run.step(version, version / 60)
@@ -136,9 +129,7 @@ def test_a_phone_shows_all_of_it_without_sideways_scrolling(
         assert shows_scheme(page, scheme, "#dws-live h1", "#dws-live figure")
 
 
-def test_the_page_of_a_real_run_shows_what_was_published(
-    page: Page, url: str, real: RealRun, shown: Shown
-) -> None:
+def test_the_page_of_a_real_run_shows_what_was_published(page, url, real, shown):
     real.step(0.8, games())
     shown(real)
     manifest = real.reader.manifest()
@@ -159,9 +150,7 @@ def test_the_page_of_a_real_run_shows_what_was_published(
     assert live.locator("img").count() == 0
 
 
-def test_the_answer_itself_shows_the_run_without_any_script(
-    browser: Browser, url: str, real: RealRun, shown: Shown
-) -> None:
+def test_the_answer_itself_shows_the_run_without_any_script(browser, url, real, shown):
     shown(real)
     with browser.new_context(java_script_enabled=False, color_scheme="dark") as context:
         page = context.new_page()
@@ -173,7 +162,7 @@ def test_the_answer_itself_shows_the_run_without_any_script(
         assert len(columns.split()) == 3, "the style sheets came with it"
 
 
-def test_inside_a_delta_of_any_version(page: Page, url: str, real: RealRun, shown: Shown) -> None:
+def test_inside_a_delta_of_any_version(page, url, real, shown):
     shown(real)
     page.goto(f"{url}#inside")
     inside = page.locator(".view-inside")
@@ -188,9 +177,7 @@ def test_inside_a_delta_of_any_version(page: Page, url: str, real: RealRun, show
     expect(inside).to_contain_text(f"v0 → v1: {count_text(real.reader.manifest(1).changed)} weights changed")
 
 
-def test_a_delta_is_opened_in_place_and_proven(
-    page: Page, url: str, real: RealRun, bucket: Bucket, shown: Shown
-) -> None:
+def test_a_delta_is_opened_in_place_and_proven(page, url, real, bucket, shown):
     shown(real)
     manifest = real.reader.manifest(3)
     bucket.put(real.reader.keys.delta(4, Writer(1, "0" * 32)), b"half of a delta that is being written")
@@ -213,9 +200,7 @@ def test_a_delta_is_opened_in_place_and_proven(
     expect(view.locator(".opened")).to_have_count(0)
 
 
-def test_a_download_is_the_object_and_nothing_else_can_be_had(
-    url: str, real: RealRun, bucket: Bucket, shown: Shown
-) -> None:
+def test_a_download_is_the_object_and_nothing_else_can_be_had(url, real, bucket, shown):
     shown(real)
     ref = real.reader.manifest(3).deltas[-1]
     answer = httpx.get(f"{url}dashboard/object", params={"key": ref.key}, timeout=PATIENCE_S)
@@ -236,7 +221,7 @@ new MutationObserver(() => {
 }).observe(document, { childList: true, subtree: true })"""
 
 
-def test_scrubbing_shows_the_run_as_it_was(page: Page, url: str, real: RealRun, shown: Shown) -> None:
+def test_scrubbing_shows_the_run_as_it_was(page, url, real, shown):
     real.step(0.9)
     shown(real)
     page.add_init_script(_WATCH)
@@ -258,9 +243,7 @@ def test_scrubbing_shows_the_run_as_it_was(page: Page, url: str, real: RealRun, 
     expect(page.locator("#dws-live h1")).to_have_text("v5 serving on 1/1 replica")
 
 
-def test_an_open_view_turns_to_the_run_that_takes_the_place_of_another(
-    page: Page, url: str, real: RealRun, bucket: Bucket, shown: Shown
-) -> None:
+def test_an_open_view_turns_to_the_run_that_takes_the_place_of_another(page, url, real, bucket, shown):
     """Nobody has to reload: a page left open in another view shows what is there now."""
     shown(real)
     page.goto(f"{url}#explain")
@@ -273,9 +256,7 @@ def test_an_open_view_turns_to_the_run_that_takes_the_place_of_another(
     expect(page.locator(".whose button").first).to_have_text("an example: Qwen3-0.6B")
 
 
-def test_a_folder_shows_the_run_without_a_server(
-    page: Page, tmp_path: Path, real: RealRun, bucket: Bucket
-) -> None:
+def test_a_folder_shows_the_run_without_a_server(page, tmp_path, real, bucket):
     real.end()
     bucket.delete([real.reader.manifest(1).deltas[-1].key])  # as if it had been cleaned up
     index = export(bucket, None, tmp_path / "site")
@@ -322,9 +303,7 @@ def served(tmp_path: Path) -> Iterator[str]:
         server.terminate()
 
 
-def test_a_folder_holds_a_replica_of_the_run_for_any_file_server(
-    page: Page, tmp_path: Path, served: str, real: RealRun, bucket: Bucket
-) -> None:
+def test_a_folder_holds_a_replica_of_the_run_for_any_file_server(page, tmp_path, served, real, bucket):
     export(bucket, None, tmp_path / "site")
     site = export(bucket, None, tmp_path / "site").parent  # again, over the first one
     page.goto(site.joinpath("index.html").as_uri())
@@ -345,13 +324,7 @@ def test_a_folder_holds_a_replica_of_the_run_for_any_file_server(
     assert (card["title"], card["sdk"]) == (f"Delta Weight Sync: {real.reader.keys.run}", "static")
 
 
-def test_a_run_that_is_too_large_for_a_folder_is_left_out(
-    tmp_path: Path,
-    real: RealRun,
-    bucket: Bucket,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_is_too_large_for_a_folder_is_left_out(tmp_path, real, bucket, capsys, monkeypatch):
     export(bucket, None, tmp_path / "site")
     monkeypatch.setattr(exporting, "MAX_COPY", 10_000)
     index = export(bucket, None, tmp_path / "site")
@@ -361,9 +334,7 @@ def test_a_run_that_is_too_large_for_a_folder_is_left_out(
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_browsers_read_a_public_bucket_themselves(
-    tmp_path: Path, hub: HubSim, hub_env: None, monkeypatch: pytest.MonkeyPatch, private: bool
-) -> None:
+def test_browsers_read_a_public_bucket_themselves(tmp_path, hub, hub_env, monkeypatch, private):
     url = f"hf://buckets/team/{uuid4().hex}/policies"
     bucket, keys = open_bucket(url, create=True), new_pair()
     HfApi(hub.url, "hf_write").update_bucket_settings("/".join(url.split("/")[3:5]), private=private)
@@ -402,9 +373,7 @@ DEVICES = [(1280, "light"), (390, "dark")]
 
 @pytest.mark.long
 @pytest.mark.parametrize(("width", "scheme"), DEVICES)
-def test_nothing_serious(
-    browser: Browser, url: str, real: RealRun, axe: Path, shown: Shown, width: int, scheme: str
-) -> None:
+def test_nothing_serious(browser, url, real, axe, shown, width, scheme):
     real.step(0.8, games())
     shown(real)
     with looking(browser, width, scheme) as page:
@@ -417,7 +386,7 @@ def test_nothing_serious(
 
 
 @pytest.mark.long
-def test_nothing_serious_on_the_owners_tab(browser: Browser, bucket: Bucket, axe: Path) -> None:
+def test_nothing_serious_on_the_owners_tab(browser, bucket, axe):
     """Once with a refusal on it, once with an answer."""
     (desktop, phone), owner = DEVICES, "#dws-owner-state"
     with dashboard(bucket, RecordedControls()) as url:
