@@ -115,7 +115,7 @@ class RunWriter:
         if newest.version < self._intact + _EVERY:
             return False
         there = {info.key: info for info in self.bucket.list(self.keys.folder)}
-        files = newest.recipe().files
+        files = [f for f in newest.recipe().files if self.assets or _is_weights(f)]  # what it can store again
         listed = {file.key: there.get(file.key) for file in files}
         damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
         if not damaged:
@@ -127,7 +127,7 @@ class RunWriter:
             return True
         if before := self._listed.get(file.key):
             return now.etag != before.etag
-        if isinstance(file, DeltaRef) or file.name == WEIGHTS:
+        if _is_weights(file):
             return False
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -271,6 +271,10 @@ class RunWriter:
     def _reference(self, manifest: Manifest) -> FileRef:
         writer = Writer(manifest.writer_term, manifest.writer)
         return reference(self.keys.manifest(manifest.version, writer), manifest)
+
+
+def _is_weights(file: FileRef) -> bool:
+    return isinstance(file, DeltaRef) or file.name == WEIGHTS
 
 
 def _delta(key: str, data: bytes, base: int, version: int, changed: int) -> DeltaRef:
