@@ -68,7 +68,7 @@ class Publisher:
         base: The checkpoint that the policy was loaded from, a folder or the id of a model on the Hub. A new
             run needs it: config, tokenizer and untrained weights come from it.
         encoding: Encoding of deltas, "fast" or "small"; see `delta_weight_sync.codec`.
-        mirror: Which memory holds the published bits, "host" or (on a GPU) "device".
+        mirror: Which memory holds the newest sync's bits, "host" or (on a GPU) "device".
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
         state_minutes: Least minutes between two saved states, 5 by default. After a slow upload the pause is

@@ -283,6 +283,6 @@ def _delta(key: str, data: bytes, base: int, version: int, changed: int) -> Delt
 
 
 def put_file(bucket: Bucket, path: Path, key: str) -> FileRef:
-    """Store a local file, and pin it by its content."""
+    """Store a local file, and return a reference with its size and sha256."""
     bucket.put(key, path)
     return FileRef(key=key, size=path.stat().st_size, sha256=file_sha256(path))
