@@ -56,7 +56,7 @@ class PastPolicy:
         return sync in self._log.syncs
 
     def keep_up(self) -> None:
-        """Leave the log's oldest sync: `roll` could not start from it after the next publish drops it."""
+        """Move off the log's oldest sync: the next publish drops it, and `roll` could not start there."""
         if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
             self.roll(self._log.syncs[1])
 

@@ -1,7 +1,7 @@
 """The diff of all parameters on one GPU: a few launches and at most three waits for any number of tensors.
 
 A kernel program compares one tile: the 4096 elements of a digest block of one tensor, or the part of it that
-this rank holds. One launch takes the tiles of all tensors. Kernels read absolute addresses, so a mirror in
+this rank holds. One launch takes the tiles of many tensors. Kernels read absolute addresses, so a mirror in
 pinned host memory is read over the bus during the comparison. The host reads back two tables:
 
     book    int64 [66 + tiles]: number of changes; number of changes to NaN or infinity; 64 cells, whose sum

@@ -8,8 +8,8 @@ per rank and a small record. The record is written last, when the version and al
 
 Two states stay in the bucket: the newest, and the one before it in case an object of the newest is damaged.
 The version already holds the upper half of a published float32 parameter and the whole of a bfloat16 one. So
-a state holds only the lower 16 bits of the former (see `optimizer`) and nothing of the latter, and all else
-in full. The trainer's thread copies a state to host memory; a background thread writes the copy.
+a state holds little more than the lower 16 bits of the former (see `optimizer`), nothing of the latter, and
+all else in full. The trainer's thread copies a state to host memory; a background thread writes the copy.
 """
 
 from __future__ import annotations

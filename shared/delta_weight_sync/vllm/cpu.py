@@ -1,8 +1,8 @@
 """Patches vLLM's CPU backend, so that it computes from live weights; `compat.toml` lists the places.
 
-1. After loading, the backend packs every Linear into an opaque oneDNN handle and drops the weight (embeddings
-   compute from a packed copy), so later writes to the weight have no effect. `install` makes it compute from
-   the live weight, and in float32 where that is faster, as on CPUs without AVX-512.
+1. After loading, the backend packs Linears, mostly into an opaque oneDNN handle, and drops the weight (LM
+   heads keep it but use a packed one), so later writes have no effect. `install` makes it compute from the
+   live weight, and in float32 where that is faster, as on CPUs without AVX-512.
 2. The backend also packs the experts of a mixture of experts (MoE). `install` leaves them as loaded, and
    computes the chosen experts one after the other: exact and simple, but slower than vLLM's packed kernel.
 3. It packs the weights of short convolutions (for example in gated delta nets) in place. `install` leaves
@@ -65,7 +65,7 @@ def self_test(model: torch.nn.Module) -> None:
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "cpu_linear")]
     for name, module in layers:
         linear, weight = module.cpu_linear, module.weight
-        live = linear is functional.linear  # vLLM does not pack a few layers: each call passes their weight
+        live = linear is functional.linear  # vLLM leaves a few layers unpacked: each call passes the weight
         if isinstance(linear, _LiveLinear):
             live = linear.memory.is_set_to(weight.data)
         if weight.ndim == 2 and not (live and weight.numel()):
