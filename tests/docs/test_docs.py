@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from bench import readme, results
 from delta_weight_sync.cli import COMMANDS
@@ -175,6 +176,17 @@ def test_every_setting_is_on_the_page_of_settings_with_its_default(prefix, setti
             assert row in (str(default), f"{default:g}" if isinstance(default, float) else ""), (
                 f"the default of {name} is {default}, not {row}"
             )
+
+
+def test_the_objects_of_the_kubernetes_page_use_known_variables_and_options():
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
+    objects = {(o["kind"], o["metadata"]["name"]): o for o in yaml.safe_load_all(text)}
+    apps = {"DELTA_WEIGHT_SYNC_": Follows, "REPLICA_": Space, "WORDLE_": Game}
+    known = {prefix + field.upper() for prefix, settings in apps.items() for field in settings.model_fields}
+    assert {*re.findall(r"\b[A-Z]+_[A-Z_]+\b|SPACES", text)} <= known | {"HF_TOKEN", "SPACE_KEY", "SPACES"}
+    options = {*re.findall(r"--(\w+)", text)} - {*inspect.signature(Trainer).parameters}
+    assert options == {"config", "output_dir"}  # of TRL
+    assert "trainer" not in str(objects["StatefulSet", "replica"]["spec"]["template"]["spec"])
 
 
 @pytest.mark.parametrize("name", TEXTS)
