@@ -249,7 +249,7 @@ class AnchorRef(Record):
         return self
 
 
-Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=1024), FailFast()]  # `links_for` names far fewer
+Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=1024), FailFast()]  # an anchor comes long before
 
 
 class Sealed(Record):

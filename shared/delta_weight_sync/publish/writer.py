@@ -104,7 +104,8 @@ class RunWriter:
         deltas = *newest.deltas, *newest.jumps, *self._jumps
         recipe = cheapest_recipe(newest.anchor, deltas, newest.version, None)
         behind = recipe.deltas if recipe else ()
-        return sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes or len(behind) >= MAX_FILES
+        many = len(behind) >= MAX_FILES or len(newest.deltas) >= 512  # a manifest names at most 1024
+        return many or sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes
 
     def _finds_damage(self, newest: Manifest) -> bool:
         """Whether a file of the newest version is missing or has changed.
