@@ -75,7 +75,7 @@ the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank fo
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made["all"]} requests per version, one after the other
-each replica polls HEAD, then makes {requests} requests per version, {plan.fetches} of them in turn
+each replica polls HEAD, then makes {requests} requests per version; {plan.fetches} in turn, with the poll
 a request takes {time_text(asked.latency)} in addition to its bytes
 request counts assume the Hub's events, times assume {polls:.0f} polls in 5 minutes by each replica
 changes are spread like those of the measured models; clustered changes make smaller files
