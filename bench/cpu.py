@@ -49,7 +49,7 @@ def run(results: Results) -> dict[str, Any]:
     if _has_avx512() and (library := _avx2()):
         kinds["AVX2 only"] = {"LD_PRELOAD": str(library)}
     folders = {"the shipped policy": ROOT / "trainer/policies/wordle-tiny"}
-    folders["SmolLM2-135M"] = smollm2.build(SCRATCH / "smollm2", "reverse_text")
+    folders["SmolLM2-135M"] = smollm2.build(SCRATCH / "smollm2-reverse-text", "reverse_text")
     return {
         "runs": [
             {"policy": policy, "cpu": kind, **_in_turns(policy, folder, environment)}

@@ -55,7 +55,7 @@ from space_guard.setup import NEW_KEY, Need, Problems, SettingsError, Setup, key
 
 MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
-MAX_VISITORS = 1024  # limit on connections without the key, or the maximum number of games if that is more
+MAX_VISITORS = 1024  # limit on connections without the key; raised to the maximum number of games
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
 LOG_LINES = 600  # lines that one logging call may write per minute
 REAP_EVERY_S = 5.0
@@ -134,7 +134,7 @@ class Closed(BaseModel):
 
 
 class Words(BaseModel):
-    """All possible secrets, the held-out ones among them, and the length of words and games."""
+    """All possible secrets, which of them are held out, the letters of a word and the guesses of a game."""
 
     answers: tuple[str, ...]
     held_out: tuple[str, ...]

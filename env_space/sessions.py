@@ -67,7 +67,7 @@ class Sessions:
 
     Args:
         on_end: Called once for every game, when it ends.
-        advice: How to get more room; ends the message of a full store.
+        advice: How to get more room: the last part of the error message when the store is full.
         per_client: Maximum number of games in play per client; None for no limit.
     """
 

@@ -18,8 +18,8 @@ class Settings(SpaceSettings):
     max_sessions: int = Field(1024, ge=1)  # games in play at the same time
     session_ttl_s: float = Field(600, gt=0, allow_inf_nan=False)  # seconds without a move before expiry
     replica_url: str | None = Field(None, pattern="^https?://[^/]")  # the replica whose policy can be watched
-    replica_prompt: str = Field("Play Wordle.", min_length=1)  # the prompt that policy was trained on
-    replica_key: HeaderText = Field("", repr=False)  # that replica's key
+    replica_prompt: str = Field("Play Wordle.", min_length=1)  # the prompt from the policy's training
+    replica_key: HeaderText = Field("", repr=False)  # the key of the replica
     key: HeaderText = Field("", repr=False)  # the key that the API asks for; empty: the API is open
     open: bool = False  # the API is open although there is a key
     host: str = Field("0.0.0.0", min_length=1)  # address to listen on

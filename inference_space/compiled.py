@@ -13,7 +13,7 @@ from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 SHAPE, SHARES = (256, 96), {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
 
-if __name__ == "__main__":  # decode deltas of every mode, and find their elements
+if __name__ == "__main__":  # encode and decode deltas of every mode, find and apply their changes
     turned = Geometry(0, SHAPE, (SHAPE[1], 1)), Geometry(0, SHAPE, (1, SHAPE[0]))
     piece = Piece(torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.int16), *turned)
     table, rng = Table({"w": Route(SHAPE, (piece,))}, {"w": (0,)}), np.random.default_rng(0)

@@ -77,8 +77,8 @@ ROUTES = (
     Route("/logout"),
 )
 
-# Only these headers reach the apps, so keys and tokens do not. To an `Origin`, Gradio would answer with CORS
-# headers that let any site read the answer. The host is replaced, because a client can set it to anything.
+# Only these headers reach the apps, so keys and tokens do not. Given an `Origin`, Gradio would answer with
+# CORS headers that let any site read the answer. The host is replaced, as a client can set it to anything.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent".split()
 )
@@ -190,7 +190,7 @@ def find_route(scope: Scope) -> Route:
 
 # vLLM trusts its callers, so the gate stops requests that would cost minutes or gigabytes. vLLM itself checks
 # types, logprobs and lengths in tokens.
-BYTES_PER_TOKEN = 16  # of body per token of context: in JSON a token id takes 8, an escaped character 6 to 12
+BYTES_PER_TOKEN = 16  # in a body, per token of context: a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together

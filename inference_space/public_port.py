@@ -34,7 +34,7 @@ LIMITS = Limits(request_s=15.0, unread_s=60.0, head_bytes=64 << 10, keep_active=
 MAX_VISITORS = 256  # connections without the key that have sent no complete request
 MAX_FILES = 1 << 16
 KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
-LOG_LINES = 20  # that one line of uvicorn's code may log per minute: each may be a traceback of kilobytes
+LOG_LINES = 20  # messages per minute from one place in uvicorn's code; each may be a traceback of kilobytes
 
 
 class SpaceFollower(Follower):

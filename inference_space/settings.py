@@ -39,7 +39,7 @@ class Settings(SpaceSettings):
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    # For inference, pokes and the owner's controls. If empty, inference and pokes are open, controls missing.
+    # For inference, pokes and the owner's controls. If empty, the first two are open; controls need a login.
     key: HeaderText = Field("", repr=False)
     open_inference: bool = False  # inference and pokes need no key
     max_requests: int | None = Field(None, ge=1)  # concurrent inference requests; None: 4 * max_num_seqs

@@ -56,7 +56,7 @@ class PastPolicy:
         return sync in self._log.syncs
 
     def keep_up(self) -> None:
-        """Leave the log's oldest sync: the next publish may drop it, and `roll` could not start there."""
+        """Move off the log's oldest sync: the next publish drops it, and `roll` could not start there."""
         if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
             self.roll(self._log.syncs[1])
 
@@ -121,7 +121,7 @@ class ExactSamples(TrainerCallback):
         self._ready: deque[TracedSample] = deque()
 
     def on_train_begin(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        # As many syncs as a sample may be old, and one more, because the next sync drops the oldest.
+        # A sample may be `max_staleness` syncs old. Keep one more, because the next sync drops the oldest.
         self._past.begin(self._trainer.model, self._publisher.keep_undo_log(args.max_staleness + 1))
 
     def on_step_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
@@ -187,7 +187,7 @@ class ExactSamples(TrainerCallback):
             self._record("exact/mixed_mean", (np.abs(mixed).sum(), mixed.size))
 
     def _record(self, name: str, value: float | tuple[float, int]) -> None:
-        """TRL adds totals, takes the maximum of maxima, and divides sums by counts."""
+        """At each log, TRL adds `*_total`, keeps the largest `*_max`, and averages (sum, count) pairs."""
         self._trainer._metrics["train"][name].append(value)
 
 

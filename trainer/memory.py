@@ -12,7 +12,7 @@ ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact
 
 
 def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, int]:
-    """Bytes on each GPU, by purpose. Empty if `model` has no readable config of a language model.
+    """Bytes on rank 0's GPU, by purpose. Empty if `model` has no readable config of a language model.
 
     `options`: the settings; missing ones have the trainer's defaults.
     """
@@ -33,7 +33,7 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
         "weights": size * count,
         "gradient": size * count,
         "moments": 2 * size * count * (options.get("optim", _ADAMW[0]) in _ADAMW),
-        "mirror": 2 * count * (options.get("mirror") == "device"),
+        "mirror": 2 * count * shards * (options.get("mirror") == "device"),  # rank 0 holds all of it
         "old policy": size * count * bool(options.get("exact_old_policy")),
         "autocast": 2 * count * (bf16 and size == 4),
         "activations": layer + layers * kept if again else layers * layer,

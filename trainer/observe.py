@@ -37,7 +37,7 @@ class StepRecorder(TrainerCallback):
         self._current: list[Any] = []  # the group that is arriving
         self._complete: list[Any] = []  # the newest complete group; empty if the log has it
         self._group_due = 0.0
-        self._seen = Counter[str]()  # since the last logged step
+        self._seen = Counter[str]()  # counts of samples, games and guesses since the last logged step
         self._first_due = False  # whether the run has no step yet
 
     def __getattr__(self, name: str) -> Any:

@@ -93,7 +93,7 @@ class SaveState(TrainerCallback):
 
     @property
     def saved(self) -> bool:
-        """Whether a state of the present weights was saved. Those of an abandoned step have no version."""
+        """Whether a state of the present weights was saved. Weights of an abandoned step have no version."""
         return self._synced and not self._syncs
 
     def _sync(self) -> None:
@@ -103,7 +103,7 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Save the state of a sync if it is not saved yet; if `final`, however new the last saved one is."""
+        """Save the state of the last sync if it is not saved yet; if `final`, even soon after the last."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}

@@ -29,7 +29,7 @@ class Settings:
     env_url: str = _option("URL of the Wordle Space (task 'wordle').", "")
     prompt: str = _option("Prompt of each game (task 'wordle').", WORDLE_PROMPT)
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
-    mirror: Place = field(default="host", metadata={"help": "Memory that holds the published bits."})
+    mirror: Place = field(default="host", metadata={"help": "Memory that holds the bits of the newest sync."})
     keep: str = _option("How much of the run the bucket keeps, such as '20GB' or '7d'; default: all.", "")
     state_every: int = _option("Minimum syncs between two saved states; see also --state_minutes.", 20)
     state_minutes: float = _option("Minimum minutes between two saved states.", 5.0)

@@ -166,7 +166,7 @@ def _app_answer(response: httpx.Response, kind: Kind) -> Answer | None:
 
 
 def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
-    """The state of a Space whose app did not answer: it is starting, or the URL is another's."""
+    """The state of a Space that is starting. Raises `SpacesUnavailableError` if waiting cannot help."""
     status = response.status_code
     if status in (401, 403):
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")

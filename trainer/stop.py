@@ -50,12 +50,12 @@ class Stop(TrainerCallback):
 
     @property
     def left_s(self) -> float:
-        """Seconds left until the process must have ended, at least 1."""
+        """Seconds left to finish everything after a signal, at least 1."""
         return max(1.0, self._deadline - time.monotonic())
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal end the `with` block quietly. Later, it interrupts only when the time is over."""
+        """Let a signal end the `with` block quietly; after it, interrupt only work that takes too long."""
         try:
             yield
         except KeyboardInterrupt:
@@ -81,7 +81,7 @@ class Stop(TrainerCallback):
             signal.setitimer(signal.ITIMER_REAL, self.left_s)
         if any(found):
             control.should_training_stop = True
-        self._in_step = control.should_training_stop  # the last sync follows
+        self._in_step = control.should_training_stop  # the last sync follows, and counts as part of the step
 
     def _note(self, number: int) -> None:
         self.signal, self._deadline = number, time.monotonic() + LIMIT_S

@@ -110,7 +110,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         trainer = make_trainer(settings, config, task, publisher, worker, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)
         trainer.add_callback(states)
-        trainer.add_callback(stop)  # last, because the step ends only when the other callbacks are done
+        trainer.add_callback(stop)  # last: it lets signals interrupt, so the other callbacks must be done
 
         with stop.interruptible():
             # Publish version 0 if the run is new. Otherwise check that it has the same model.
@@ -170,8 +170,8 @@ def make_trainer(
 class PolicyTrainer(BucketGRPOTrainer):
     """Trains norms and biases at `norm_rate`, or if that is 0, at `learning_rate` like all other weights.
 
-    Norms are a thousandth of the weights and decide how confident a policy is. More confidence is the first
-    thing that RL teaches. With a separate rate, the norms learn it while few other weights change.
+    Norms are a thousandth of the weights or less, and decide how confident a policy is. More confidence is
+    the first thing that RL teaches. With a separate rate, the norms learn it while few other weights change.
     """
 
     norm_rate = 0.0

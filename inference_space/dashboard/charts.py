@@ -19,7 +19,7 @@ from inference_space.dashboard.html import colour, percent
 from inference_space.dashboard.state import Point, Progress, Replica, Series
 
 _BOX = 10_000
-_LEAST = 1e-12  # share of the values: a smaller span is only rounding error
+_LEAST = 1e-12  # a span of values below this share of the largest one is only rounding error
 _SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
 
 Words = Callable[[float], str]
@@ -182,7 +182,7 @@ def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
 
 
 def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:
-    """Split a sync into its parts. Those of the replica are placed backwards from its commit."""
+    """Split a sync into parts. Those of the replica end with `slow`, the commit with the largest lag."""
     spans = [("diff", 0.0, sync.diff_s), ("publish", sync.diff_s, max(sync.diff_s, sync.publish_s))]
     if slow is None:
         return spans

@@ -28,12 +28,12 @@ from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # seconds between two readings while there are viewers
 IDLE_S = 60.0  # seconds between two readings without viewers
-LIST_EVERY_S = 5.0  # seconds for which a listing is used again, for each of its pages of 1,000 objects
+LIST_EVERY_S = 5.0  # a listing is reused for this many seconds, times its number of pages (of 1,000 objects)
 FAILED_S = 300.0  # seconds until a damaged object is read again: it may have been repaired
 MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
 WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's own
-CALLS = 240  # per window; one call makes up to three of the 1,000 requests that the Hub allows a free user
+CALLS = 240  # per window. One call makes up to three requests; the Hub allows a free user 1,000 per window
 BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10
@@ -69,7 +69,7 @@ class RunCache:
     """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
     Args:
-        run: The run to follow; None for the run that was created last when the dashboard first found one.
+        run: The run to follow. None: of the first runs that it finds, the one created last; it stays with it.
         own_status: Returns the status of the replica that hosts this dashboard. The page shows it instead of
             the one in the log.
         pause: Waits between two readings.
@@ -214,8 +214,8 @@ Answer = TypeVar("Answer")
 class AnswerCache(Generic[Question, Answer]):
     """Computes each answer once, one at a time, and keeps the most recently used answers.
 
-    Their weights sum to at most `room`, but the newest answer is always kept. A `ProtocolError` or a
-    `CodecError` is kept, too: for `FAILED_S` seconds it is raised again without a new attempt.
+    The sizes of the kept answers, by `weigh`, sum to at most `room`; the newest answer is always kept. A
+    `ProtocolError` or `CodecError` is kept, too, and raised again for `FAILED_S` seconds without a new try.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class RateLimitError(errors.BucketError):
 
 class RateLimitedBucket:
     """A bucket that visitors share, for reading only: calls and bytes are limited in each `WINDOW_S` seconds.
-    After a quiet time, a burst adds once more what a window allows."""
+    After a quiet time, visitors can use up to twice this in one window."""
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
         self._bucket, self.url, self._lock = bucket, bucket.url, threading.Lock()

@@ -36,7 +36,7 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     """Write `run`, or the run created last, to `folder`, and return the path of the page.
 
     Its folder `watch` holds the replica for browsers. Unless the bucket is public on the Hub, `watch` also
-    holds a copy of the run's weights.
+    holds a copy of the run's weights. There is no `watch` without `web/` or if the copy exceeds `MAX_COPY`.
 
     Raises `ProtocolError` if the run has no version.
     """
@@ -52,12 +52,10 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     watch = WEB.is_dir() and _write_replica(bucket, info.run, folder / "watch")
     options = {"styles": Markup(styles()), "page": render(view), "watch": watch}
-    page = render_template("export.html", title=title, **options)
     (folder / "data.js").write_text(f"window.DWS = {json.dumps(_data(library, frames, info))};\n")
     (folder / "dashboard.js").write_text((STATIC / "exported.js").read_text() + scripts())
-    readme = (STATIC / "space.md").read_text().format(title=title, run=info.run)
-    (folder / "README.md").write_text(readme)
-    (folder / "index.html").write_text(page)
+    (folder / "README.md").write_text((STATIC / "space.md").read_text().format(title=title, run=info.run))
+    (folder / "index.html").write_text(render_template("export.html", title=title, **options))
     return folder / "index.html"
 
 
@@ -66,24 +64,23 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     keys, place, copied = Keys(run), bucket.url, []
     if not _is_public(bucket.url):
-        listed, place = bucket.list(keys.folder), "run"
-        copied = [
-            one for one in listed if version_key(one.key) or one.key.startswith((keys.heads, keys.info))
-        ]
+        listed, place, others = bucket.list(keys.folder), "run", (keys.heads, keys.info)
+        copied = [one for one in listed if version_key(one.key) or one.key.startswith(others)]
         if (size := sum(one.size for one in copied)) > MAX_COPY:
             reason = f"the run has {size_text(size)}, and at most {size_text(MAX_COPY)} are copied"
             print(f"the replica in a browser is left out: {reason}; a public bucket on the Hub needs no copy")
             return False
-        print(f"{folder} holds the run's weights, {size_text(size)}: delete it if you publish only figures")
+        advice = "if they must not become public, delete this folder before you publish the page"
+        print(f"{folder} holds a copy of the run's weights, {size_text(size)}: {advice}")
     unneeded = shutil.ignore_patterns("run", "test", "node_modules", "package*.json", "tsconfig.json")
     shutil.copytree(WEB, folder, ignore=unneeded)
     for one in copied:
         with suppress(ObjectMissingError):  # a live run may delete it in the meantime
             bucket.fetch(one.key, folder / "run" / one.key, MAX_COPY)
-    if copied:  # a file server need not list folders
+    if copied:  # the browser reads this list, because many file servers do not list folders
         (folder / "run" / "keys.json").write_text(json.dumps([one.key for one in copied]))
     index, own = folder / "index.html", 'data-bucket="{}" data-run="{}" data-keys="{}" data-first="{}"'
-    given = Markup(own).format(place, run, os.environ.get(PUBLIC_KEY, ""), "")  # it brings no preview
+    given = Markup(own).format(place, run, os.environ.get(PUBLIC_KEY, ""), "")  # there is no preview file
     index.write_text(re.sub(own.replace("{}", '[^"]*'), lambda _: given, index.read_text(), count=1))
     return True
 

@@ -77,7 +77,7 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
             gr.Button("Heal"): lambda _: controls.heal(),
         }
     with gr.Row():
-        version = gr.Textbox(label="Version")  # not a Number: Gradio's log has a traceback for other input
+        version = gr.Textbox(label="Version")  # a Number would log a traceback for text
         acts[gr.Button("Pin this version")] = pin
     answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
     gr.HTML(render_template("actions.html"), apply_default_css=False)

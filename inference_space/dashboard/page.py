@@ -81,7 +81,7 @@ def build(view: Callable[[], RunView], controls: Controls | None, owner: Owner) 
         gr.on(events, tick, seen, [page, seen], show_progress="hidden")
     for event in blocks.fns.values():
         event.queue = False  # each call is short, and a queue would be one more route to guard
-        event.api_visibility = "private"  # or the page would explain how to call it, with the server's name
+        event.api_visibility = "private"  # otherwise the page documents it as an API, with the server's name
     return blocks
 
 
@@ -251,7 +251,7 @@ def add_views(app: FastAPI, cache: RunCache, library: Library) -> None:
     @routes.get("/object")
     def download(key: str) -> FileResponse:
         found = library.download(key)
-        # The task holds the download, and so its file, until it is sent.
+        # `found` deletes its file when it is freed; the task keeps it until the file is sent.
         return FileResponse(found.path, filename=found.path.name, background=BackgroundTask(id, found))
 
     def sentence(_: Request, fault: Exception) -> PlainTextResponse:

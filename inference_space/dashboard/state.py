@@ -20,7 +20,7 @@ from delta_weight_sync.util import size_text
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
 _MEAN = 20  # steps in the first and in the last mean reward; fewer in a short run, so that no step is in both
-_UNSETTLED = 64  # newest versions that a replica may still commit
+_UNSETTLED = 64  # versions whose slowest commit is known: a replica may commit a version late
 _ROWS = 12  # of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
 _STEPS = 256  # changes of a replica's version in that chart
@@ -80,7 +80,7 @@ class Progress:
     lag_s: float | None  # median
     step_s: float | None  # median time between two versions
     replicas: tuple[Replica, ...]
-    syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...]  # newest first, with the last replica's commit
+    syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...]  # newest first, with the slowest commit
     trainer: Series  # (unix seconds, version), the window of the staircase
     curves: dict[str, Series]  # by the names in `_CURVES`
     group: StepEvent | None  # the newest step whose rollouts were recorded
@@ -350,7 +350,7 @@ def moments(newest: int) -> list[int]:
 
 
 def _stride(newest: int) -> int:
-    """The versions between two moments. It only ever doubles, so a moment was a moment all along."""
+    """The versions between two moments. It only ever doubles, so no version becomes a moment later."""
     return 1 << math.ceil(math.log2(max(1, newest / (FRAMES - 1))))
 
 

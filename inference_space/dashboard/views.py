@@ -22,7 +22,7 @@ from inference_space.dashboard.html import render_template
 from inference_space.dashboard.state import Progress
 
 FAR = 5  # units of the last place (ULPs); larger moves are counted as this
-# A delta may come from anyone, and no model here limits its size.
+# Anyone may send a delta, and the model's size is unknown here.
 MAX_TABLE = 4 << 20  # bytes of a header that is read: some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
 MAX_NUMBERS = 1 << 23  # numbers that a decoded delta may have, at 14 bytes each
@@ -181,9 +181,9 @@ class Facts:
     label: str
     full_bytes: float
     delta_bytes: float  # median
-    changed: float  # share of the weights that a sync changes, 0 to 1
+    changed: float  # share of the weights that a version changes, 0 to 1
     weights: int
-    step_s: float  # between two hand-overs
+    step_s: float  # between two versions
     diff_s: float  # the trainer waits for this
     encode_s: float
     stage_s: float

@@ -138,7 +138,7 @@ def follow(
         reader = run if isinstance(run, RunReader) else open_run(run, public_key=public_key)
         with (
             CheckpointFolder(reader, Path(into)) as folder,
-            closing(Watcher(reader, poll_s, folder.held)) as watcher,  # refuses to go back
+            closing(Watcher(reader, poll_s, folder.held)) as watcher,  # refuses older versions
         ):
             if version is None and not once:
                 yield from updates(reader, folder, watcher)
@@ -184,7 +184,7 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
     """Write a version to `into` and verify its digest.
 
     If the deltas from `held` take fewer bytes than the anchor, copy `held` and write the changes into the
-    copy. Otherwise start from the anchor; files of it that a failed try completed are used again.
+    copy. Otherwise start from the anchor, and use those of its files that a failed try completed.
     """
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)

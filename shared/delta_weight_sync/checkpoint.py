@@ -169,8 +169,8 @@ class Base:
             bits: Returns the bits of one of these tensors.
 
         Raises:
-            CheckpointError: The policy was not loaded from this checkpoint. Tensors may have other names than
-                in the checkpoint if their number of elements, in sum, is the same.
+            CheckpointError: The policy was not loaded from this checkpoint. Names that it lacks are accepted
+                if their tensors have, in total, as many elements as its own tensors that were not published.
         """
         shapes = {path: shapes_in(path) for path in sorted(self.folder.glob(_SHARDS))}
         stored = {name: shape for inside in shapes.values() for name, shape in inside.items()}

@@ -35,7 +35,7 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Feature:
-    """What some places make possible. It is optional if `without` says what happens without it."""
+    """A feature and the places it needs. It is optional if `without` says what happens without it."""
 
     what: str
     places: list[Place]
@@ -64,7 +64,7 @@ class Release:
         return not self.features[feature].missing
 
     def cure(self, since: str = "") -> str:
-        """How to install a tested release, `since` or later: the next newer one, or else the newest."""
+        """The command to install a tested release, `since` or later: the next newer one, or the newest."""
         works = [release for release in self.run if _number(release) >= _number(since)]
         newer = (release for release in works if _number(release) > _number(self.version))
         return f"pip install '{self.package}=={next(newer, works[-1])}.*'"
@@ -112,7 +112,7 @@ def examine(package: str, site: Path | None = None) -> Release:
 def require(package: str, *needed: str) -> Release:
     """The installed release of `package`. Logs a warning if it is untested or lacks an optional feature.
 
-    Raises `CompatibilityError` if it lacks a place that this library or a feature in `needed` requires.
+    Raises `CompatibilityError` if none is installed, or if it lacks what this library or `needed` requires.
     """
     release = examine(package)
     fatal, warnings = release.problems(*needed)

@@ -105,7 +105,7 @@ DIFF: Final[dict[Trainer, Rate]] = {"fp32": Rate(0.67), "fp32-start": Rate(0.67)
 ENCODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.0, 12.0), "small": Rate(0.14, 30.0)}
 _DENSE, _TRIED = 1 / 8, 2.5  # above this share the codec tries more modes and takes this many times as long
 DECODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.02, 8.5), "small": Rate(0.26, 17.0)}
-DIGEST: Final = Rate(0.11)  # of the live weights, before each delta
+DIGEST: Final = Rate(0.11)  # hash all live weights: a GPU for each delta, a CPU once a minute
 PLACE: Final = Rate(0.0, 11.0)  # find the place of a change and read its old bits
 COMMIT: Final = Rate(0.0, 9.4)  # write changes and read them back, while generation waits (section "live")
 SAVE: Final = Rate(3.1)  # write a checkpoint to disk ("publish whole")
@@ -115,8 +115,8 @@ COPY_STATE: Final[dict[Trainer, Rate]] = {"fp32": Rate(7.7), "fp32-start": Rate(
 APPLY: Final = Rate(0.0, 8.6)  # add a decoded delta to weights in host memory
 TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed of two threads relative to one: "threads"
 
-GPU_BYTES: Final = 80e9  # assumed: one accelerator
-STATE_BYTES: Final[dict[Trainer, float]] = {"fp32": 10.0, "fp32-start": 10.0, "bf16": 4.0}  # a saved state
+GPU_BYTES: Final = 80e9  # assumed: memory of one accelerator
+STATE_BYTES: Final[dict[Trainer, float]] = {"fp32": 10.0, "fp32-start": 10.0, "bf16": 4.0}  # per weight
 STATE_MINUTES: Final = 5.0  # between two saved states, by default; they take at most a tenth of the link
 TRAINER_BYTES: Final = 16.0  # assumed per weight: fp32 weights, gradients and AdamW's two moments
 REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that for keys and values
@@ -127,8 +127,8 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that
 # polls HEAD, then reads all small objects in parallel.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
-TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, with the poll of HEAD
-# Above these bytes, a delta needs further requests: in turn, of these for files, and to the API.
+TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, the poll of HEAD included
+# Further requests for a delta of more bytes: (all that wait in turn, those for files, those to the API).
 _LATER: Final = ((DIRECT, (5, 1, 2)), (SMALL, (2, 1, 0)))
 _POLLS: Final = 2  # of HEAD for each version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)

@@ -110,7 +110,7 @@ def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], devi
     memory = torch.empty(starts.pop(), dtype=torch.int16)
     if device.type == "cuda" and memory.numel():
         _register(owner, memory)
-    # In reverse order, so that the heap can shrink.
+    # Each pass frees an old tensor. The last allocated come first, so that the heap can shrink.
     for name, start in reversed(list(zip(names, starts, strict=True))):
         old = bits[name]
         bits[name] = memory[start : start + old.numel()].view(old.shape).copy_(old)
@@ -132,7 +132,7 @@ def _register(owner: object, memory: torch.Tensor) -> None:
             f"{memory.nbytes / 1e9:.1f} GB of host memory for the mirror cannot be pinned ({error}); give the"
             ' trainer more memory, or keep the mirror on the GPU with mirror="device"'
         ) from error
-    # It keeps `memory` until then. The end of the process frees pinned memory anyway.
+    # The finalizer holds `memory` until `owner` is gone. The end of the process frees pinned memory anyway.
     weakref.finalize(owner, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
 
 
@@ -144,7 +144,7 @@ def _uses_host_addresses() -> bool:
 
 @triton.jit
 def outer(seed: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Digest factor of a block of 4096 elements: uint64 of any shape from uint64 `seed`, integer `block`."""
+    """Digest factors (uint64) of blocks of 4096 elements; uint64 `seed` and integer `block` of any shape."""
     z = (seed + block.to(tl.uint64)) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

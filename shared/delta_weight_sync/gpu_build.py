@@ -1,7 +1,7 @@
 """Whether vLLM and PyTorch are builds for GPUs, and what such a build needs of this machine.
 
-The installed packages decide, not the machine: a build for GPUs cannot run on the CPU, even if there is no
-GPU or its driver is too old. Nothing here starts CUDA in this process.
+The installed packages decide, not the machine: vLLM's build for GPUs cannot run on the CPU, even if there is
+no GPU or its driver is too old. Nothing here starts CUDA in this process.
 """
 
 import ctypes
@@ -56,7 +56,7 @@ def problem() -> str:
         return ""
     return (
         f"PyTorch is built for CUDA {cuda}, but the driver runs {driver // 1000}.{driver % 1000 // 10};"
-        " install a newer NVIDIA driver (580 for CUDA 13), or for vLLM on a data centre's GPU set"
+        " install a newer NVIDIA driver (580 for CUDA 13); or, if vLLM runs on a data centre's GPU, set"
         " VLLM_ENABLE_CUDA_COMPATIBILITY=1"
     )
 

@@ -1,8 +1,8 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
 This is safe while a writer and readers use the run. Files of versions published less than `GRACE_S` seconds
-ago stay, because readers may still fetch them. So do those of a version that no manifest names yet, HEADs,
-log and trainer states. This age counts back from the run's newest object, so a finished run does not age.
+ago stay, because readers may still fetch them. Files of a version that is being published stay, too, as do
+HEADs, log and trainer states. The time counts from the run's newest object: a finished run does not age.
 """
 
 import re
@@ -69,7 +69,7 @@ class _Version(NamedTuple):
 class Pruner:
     """Finds what may be deleted from a run, as often as you ask; reads each manifest only once.
 
-    An object that no manifest names may still be in use for `grace_s` seconds.
+    `grace_s`: seconds for which a new object, and all files that a new manifest names, are kept.
     """
 
     def __init__(self, reader: RunReader, keep: Keep, grace_s: float = GRACE_S) -> None:
@@ -98,7 +98,7 @@ class Pruner:
             return info is None or info.written is None or info.written > young
 
         def lasts(key: str) -> bool:
-            """Whether an object belongs to no version, or maybe to one that is being published."""
+            """Whether an object stays anyway: of no version, young, or perhaps of a version in progress."""
             part = version_key(key)
             coming = part is not None and part.written_by(writer) and part.version > newest.version
             return part is None or is_young(key) or coming

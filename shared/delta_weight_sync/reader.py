@@ -280,7 +280,7 @@ class RunReader:
             problems: Receives the HEADs that were skipped.
 
         Raises:
-            ProtocolError: Every HEAD is unsigned or below `floor`.
+            ProtocolError: No HEAD is usable, and one is unsigned (or, with `floor`, damaged or older).
         """
         for _ in range(_TRIES):
             skipped: Problems = {}

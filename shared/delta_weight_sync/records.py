@@ -3,8 +3,8 @@
 A run is a folder of the bucket (docs/wire-format.md). Every object is written once, except HEADs and the
 newest segment of the log. HEAD names the manifest by sha256, and the manifest names every file by sha256.
 Each writer has its own HEAD and its own keys, so a trainer that was replaced cannot overwrite its successor.
-The HEAD of the writer with the highest term counts. If HEAD is truncated, missing, stale or from another
-writer, readers find the newest version from the manifests.
+The HEAD of the writer with the highest term counts. If HEAD is truncated, missing, stale or a copy of
+another writer's HEAD, readers find the newest version from the manifests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_FILES: Final = 128  # write an anchor if a join fetches this many deltas, ho
 WINDOW: Final = 64  # newest versions whose deltas a manifest always names
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 
-_NUMBER = r"\d{8,18}"  # a version or a term; a longer number fits into no record
+_NUMBER = r"\d{8,18}"  # a version or a term; 18 digits always fit into a `Count`
 _LAST_TERM = 10**18 - 1
 _HEAD = re.compile(rf".*/heads/({_NUMBER})\.([0-9a-f]{{32}})\.json")
 _STATE = re.compile(rf".*/state/({_NUMBER})\.{_NUMBER}\.t[^/]*\.json")
@@ -249,7 +249,7 @@ class AnchorRef(Record):
         return self
 
 
-Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=1024), FailFast()]  # `links_for` names far fewer
+Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=1024), FailFast()]  # an anchor comes long before
 
 
 class Sealed(Record):

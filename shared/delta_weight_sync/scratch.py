@@ -14,8 +14,8 @@ PREFIX: Final = "delta-weight-sync-folder-"
 class Scratch:
     """A temporary folder: removed with this object and at the end of the process.
 
-    It is locked as long as the process lives. If the process is killed, the next `Scratch` of this user
-    removes the folder.
+    The process holds a lock on the folder. If it is killed, the lock is released, and the next `Scratch` of
+    this user removes the folder.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether this is a folder of this user, not a link, and its process is gone."""
+    """Whether `folder` is no link, belongs to this user, and no process holds its lock."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -48,8 +48,8 @@ class SigningKey:
 class PublicKeys:
     """The keys that a reader trusts. Without any, it accepts every record with a valid seal.
 
-    `text` holds the keys, each `ed25519_public_` and 64 hex digits, separated by commas. Raises
-    `KeyFormatError` for any other text except "", which means that no key is trusted.
+    `text` holds the keys, each `ed25519_public_` and 64 hex digits, separated by commas. Any
+    other text raises `KeyFormatError`; "" means that signatures are not checked.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -114,8 +114,8 @@ def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | Non
     """`keys_in` the environment, with `signing_key` (a key, or a file that `keygen` wrote) if it is given.
 
     Raises:
-        KeyFormatError: As `keys_in`, or readers with the environment's public key would refuse all versions,
-            because nothing signs them.
+        KeyFormatError: As `keys_in`, or there is a public key but no signing key: readers would refuse all
+            versions.
     """
     environ = dict(os.environ)
     if signing_key is not None:

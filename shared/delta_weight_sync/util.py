@@ -29,7 +29,7 @@ THREADS = threads(len(os.sched_getaffinity(0)))
 def in_order(work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
     """Yield `work(job)` of each job in order, on `THREADS` threads.
 
-    `jobs` is read in the caller's thread, at most `THREADS` jobs ahead of the result that was yielded last.
+    `jobs` is read in the caller's thread, at most `THREADS` jobs ahead of the result that is yielded next.
     Exceptions of `work` and `jobs` pass through; jobs that have not begun are then dropped.
     """
     if THREADS == 1:

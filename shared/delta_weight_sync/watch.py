@@ -1,7 +1,7 @@
 """Watches a run for newer versions: polls HEAD, wakes up when it is notified, and backs off from failures.
 
 Three failures are retried with growing pauses: the store does not answer, records cannot be read, or a
-version cannot be used. `reset` ends all these pauses; `refresh` or a new version ends the last two kinds.
+version cannot be used. `reset` ends all these pauses; `refresh` ends the last two kinds.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head
 
 FIRST_S = 1.0  # wait after the first failure; each further failure doubles it
 LONGEST_S = 600.0
-_LIST_EVERY = 30  # one poll in 30 lists all HEADs; the others ask for one, which the Hub allows more often
+_LIST_EVERY = 30  # at least one poll in 30 lists all HEADs; to ask for one is allowed more often on the Hub
 _AHEAD = 3  # deltas of further versions that are fetched before a manifest names them
 _STORE = "the store"
 
@@ -59,7 +59,7 @@ class Watcher:
         self._skipped_heads: Problems = {}
         # Delay after: no answer; a failure with these HEADs; a failure with this version; damaged HEADs.
         self._asking, self._finding, self._using, self._mending = (Backoff() for _ in range(4))
-        self._answered, self._fruitful = False, True  # whether the last poll after a notification found news
+        self._answered, self._fruitful = False, True  # `_fruitful`: the last poll when notified found news
         self._newest = seen
         self.reset(seen.rank if seen else None)
 
@@ -126,13 +126,13 @@ class Watcher:
         return ProtocolError("; ".join(map(str, self._skipped.values()))) if self._skipped else None
 
     def poll(self) -> Manifest | None:
-        """The newest version, or None if it was used already or failed a moment ago.
+        """The newest version, or None if it was used already or its next try is not due.
 
         If a valid version is found, damaged records are not an error; `problem` names them. Otherwise raises
         `ProtocolError`, or `NoVersionError` if there is no version yet.
         """
         prompted, following = self._notifications.prompted, self._newest.version + 1 if self._newest else 0
-        if prompted and self._fruitful:  # expect a new version, instead of checking HEAD's etag first
+        if prompted and self._fruitful:  # read ahead, without waiting for HEAD's etag
             self._fetch_ahead(following, self._key)
         known = self._read_etags()
         self._answered, self._empty = True, 0 if self._found else self._empty + 1
@@ -147,7 +147,7 @@ class Watcher:
         if head is None:
             if not self._mending.allows(_STORE):  # damaged HEADs may change each second
                 return None
-            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without any HEAD, list only now and then
+            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without HEADs, rebuild one seldom
                 self._skipped_heads = {}
                 head = self._reader.head(floor=self._head_floor, problems=self._skipped_heads)
         if head and head.version and head.version > following:
@@ -191,7 +191,7 @@ class Watcher:
         with contextlib.suppress(ProtocolError, ObjectMissingError):
             if writer := head_writer(self._key):
                 head = self._reader.head_of(writer, self._head_floor)
-                if head.rank == self._head_floor:  # fetched before its etag, so read it again
+                if head.rank == self._head_floor:  # it may be older than its etag: read it again
                     head = self._reader.head_of(writer, self._head_floor)
                 self._skipped_heads.pop(self._key, None)
                 return head

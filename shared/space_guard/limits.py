@@ -151,7 +151,7 @@ class _Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The connection is quiet from now on."""
+        """Make the connection the newest visitor, unless its client has the key."""
         if not self._known and not self.transport.is_closing():
             self._join_visitors()
         super().on_response_complete()
@@ -236,7 +236,7 @@ class Lane:
     visitor gets at most a quarter.
 
     Args:
-        capacity: Units in use at the same time.
+        capacity: The most units in use at the same time.
         seconds: How long one request may take; None: no limit.
     """
 
@@ -262,8 +262,8 @@ class Lane:
 
 
 class LogLimit(logging.Filter):
-    """Limits the log lines of each line of code per minute. If the line logs in the next minute, too,
-    that record says how many were dropped."""
+    """Lets each line of code log `per_minute` records a minute. If some were dropped, and the same line logs
+    in the next minute, its first record there says how many."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

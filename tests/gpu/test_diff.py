@@ -10,6 +10,7 @@ import torch
 
 from delta_weight_sync import codec, digest
 from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.errors import CodecError
 from delta_weight_sync.gpu import used
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
 from tests.gpu.interpreted import Operations, kernels
@@ -24,8 +25,8 @@ def diff(mirror: Mirror, state: State) -> Found:
     return mirror.find(Part(name, tensor, Block.whole(tensor.shape), True) for name, tensor in state.items())
 
 
-def started(place: str, state: State) -> Mirror:
-    mirror = Mirror(place)
+def started(place: str, state: State, *, finite: bool = False) -> Mirror:
+    mirror = Mirror(place, finite=finite)
     for name, tensor in state.items():
         mirror.add(name, tensor)
     return mirror
@@ -173,10 +174,20 @@ def test_what_other_ranks_found_is_added(place):
     assert (mirror.digest - before - moved) % 2**64 == 0
 
 
+@PLACES
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_change_to_nan_or_infinity_is_refused_and_changes_nothing(place, value):
+    state = {"a": torch.randn(5000), "b": torch.randn(70)}
+    mirror = started(place, state, finite=True)
+    with pytest.raises(CodecError, match="b has weights that are NaN or infinite"):
+        diff(mirror, state | {"b": state["b"].index_fill(0, torch.tensor(7), value)})
+    assert not any(patch.index.size for patch in diff(mirror, state).patches)
+
+
 def cost(place: str, tensors: int) -> tuple[int, int, int]:
     """Launches, waits and operations of a diff of a model of 20,000 elements."""
     state = {f"w{i}": torch.randn(20_000 // tensors) for i in range(tensors)}
-    mirror = started(place, state)
+    mirror = started(place, state, finite=True)
     if place == "host":
         diff(mirror, state)  # moves the mirror into pinned memory, which is done once
     for tensor in list(state.values())[::10]:

@@ -10,7 +10,9 @@ from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.records import DeltaRef
+from delta_weight_sync.store import open_bucket
 from tests.support.real_run import RUN, Drifting, SlowLink, is_built
+from tests.support.records import manifest_of
 
 
 @pytest.fixture
@@ -163,6 +165,17 @@ def test_a_copy_that_somebody_wrote_into_makes_no_jump(run, caplog):
     run.steps(2)
     assert "version 8 has digest" in caplog.text
     assert run.newest.jumps == ()
+
+
+@pytest.mark.parametrize(("version", "due"), [(500, False), (600, True)])
+def test_an_anchor_comes_before_a_manifest_names_too_many_deltas(tmp_path, monkeypatch, version, due):
+    """A join takes few of them, but those since an anchor between two jumps are all named."""
+    monkeypatch.setattr(RunWriter, "_finds_damage", lambda *_: False)
+    writer = RunWriter(open_bucket(f"file://{tmp_path}", create=True), "r", model="m", assets=None)
+    newest = manifest_of(version, 3)
+    jump = newest.deltas[0].model_copy(update={"base": 3, "version": version})
+    writer.newest = newest.model_copy(update={"jumps": (jump,), "full_bytes": 1000})
+    assert writer.anchor_is_due() == due
 
 
 def test_the_next_trainer_goes_on_with_jumps_of_its_own(run, tmp_path):

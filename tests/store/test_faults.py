@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -13,9 +12,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import DIRECT, Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_bucket
-from delta_weight_sync.store.hub import HubBucket
 from tests.support.buckets import KEY, OPERATIONS, every_operation
-from tests.support.hubsim import HubSim
 
 Operation = Callable[[Bucket], object]
 
@@ -61,9 +58,7 @@ def gone(hub_env: None, refusing: str, monkeypatch: pytest.MonkeyPatch) -> Bucke
         ("", "get"),
     ],
 )
-def test_a_token_without_the_right_is_named_but_not_shown(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, token: str, name: str
-) -> None:
+def test_a_token_without_the_right_is_named_but_not_shown(bucket, monkeypatch, token, name):
     right = "write" if name in ("put", "delete") else "read"
     with monkeypatch.context() as patch:
         patch.setenv("HF_TOKEN", token)
@@ -80,9 +75,7 @@ def test_a_token_without_the_right_is_named_but_not_shown(
     ["HEAD .*/resolve/", "POST .*/batch", "POST .*/paths-info", "GET .*/xet-", "POST /cas/", "GET /cas"],
 )
 @pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}], ids=["503", "hang up"])
-def test_a_short_outage_is_not_noticed(
-    bucket: Bucket, hub: HubSim, request_line: str, fault: dict[str, object]
-) -> None:
+def test_a_short_outage_is_not_noticed(bucket, hub, request_line, fault):
     hub.fault(request_line, times=2, **fault)
     data = uuid4().bytes * 1000  # never uploaded before, so that the client has to send it
     bucket.put(KEY, data)
@@ -91,9 +84,7 @@ def test_a_short_outage_is_not_noticed(
 
 @every_operation
 @pytest.mark.parametrize("broken", [False, True], ids=["gone", "broken"])
-def test_a_hub_that_does_not_serve_is_told_within_a_minute(
-    bucket: Bucket, gone: Bucket, hub: HubSim, operate: Operation, pauses: list[float], broken: bool
-) -> None:
+def test_a_hub_that_does_not_serve_is_told_within_a_minute(bucket, gone, hub, operate, pauses, broken):
     """Each attempt is refused immediately: the pauses are all there is to wait for."""
     hub.fault("/api/|/resolve/", status=500)
     told = "answered 500 for hf://.* try again" if broken else "no answer for hf://.* network and HF_ENDPOINT"
@@ -102,16 +93,14 @@ def test_a_hub_that_does_not_serve_is_told_within_a_minute(
     assert sum(pauses) < 60
 
 
-def test_a_hub_that_never_answers_does_not_hold_a_call_for_ever(
-    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_never_answers_does_not_hold_a_call_for_ever(bucket, hub, monkeypatch):
     monkeypatch.setattr(hub_bucket, "REQUEST_TIMEOUT", 0.1)
     hub.fault("HEAD .*/resolve/", delay=3600)
     with pytest.raises(BucketUnreachableError, match="ReadTimeout"):
         bucket.stat(KEY)
 
 
-def test_offline_mode_is_no_answer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_no_answer(bucket, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BucketUnreachableError, match="OfflineModeIsEnabled"):
         bucket.get(KEY)
@@ -120,9 +109,7 @@ def test_offline_mode_is_no_answer(bucket: Bucket, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "headers", [{"Retry-After": "3600"}, {"RateLimit": '"resolvers";r=0;t=280'}, {"Retry-After": "soon"}]
 )
-def test_a_busy_hub_cannot_put_a_reader_to_sleep_for_an_hour(
-    bucket: Bucket, hub: HubSim, pauses: list[float], headers: dict[str, str]
-) -> None:
+def test_a_busy_hub_cannot_put_a_reader_to_sleep_for_an_hour(bucket, hub, pauses, headers):
     hub.fault("HEAD .*/resolve/", status=429, headers=headers)
     with pytest.raises(BucketUnreachableError, match="answered 429"):
         bucket.stat(KEY)
@@ -132,9 +119,7 @@ def test_a_busy_hub_cannot_put_a_reader_to_sleep_for_an_hour(
 @pytest.mark.parametrize(
     "fault", [{"status": 503}, {"status": 404}, {"drop": True}, {"truncate": 2}, {"flip": 1}], ids=str
 )
-def test_a_failed_download_leaves_the_old_file_and_no_other(
-    bucket: Bucket, hub: HubSim, tmp_path: Path, fault: dict[str, object]
-) -> None:
+def test_a_failed_download_leaves_the_old_file_and_no_other(bucket, hub, tmp_path, fault):
     dest = tmp_path / "model"
     dest.write_bytes(b"old weights")
     hub.fault("GET /cas/data/|GET /cas-bridge/", **fault)
@@ -160,8 +145,8 @@ UPLOAD = ["xorb-grants", "PUT .*/granted|/v1/xorbs/", "xorb-commits", "POST .*/s
     ],
 )
 def test_a_version_whose_trainer_ends_at_any_request_is_whole_or_absent(
-    bucket: HubBucket, hub: HubSim, tmp_path: Path, request_line: str, keys: int, read: int, resumed: int
-) -> None:
+    bucket, hub, tmp_path, request_line, keys, read, resumed
+):
     (tmp_path / "assets").mkdir()
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     batch = bucket._api.batch_bucket_files
@@ -195,7 +180,7 @@ def test_a_version_whose_trainer_ends_at_any_request_is_whole_or_absent(
     assert RunReader(bucket, "r").manifest() == second.newest
 
 
-def test_small_objects_are_one_upload_whose_token_serves_the_next_one(bucket: Bucket, hub: HubSim) -> None:
+def test_small_objects_are_one_upload_whose_token_serves_the_next_one(bucket, hub):
     before = len(hub.requests())
     bucket.stat(KEY)
     assert [line.split("/")[0] for line in hub.requests()[before:]] == ["HEAD "], "a look is one request"
@@ -212,24 +197,20 @@ def test_small_objects_are_one_upload_whose_token_serves_the_next_one(bucket: Bu
     assert "xet-write-token" in hub.requests()[before], "the storage had refused the old token"
 
 
-def test_a_reply_that_repeats_the_token_is_not_passed_on(
-    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_that_repeats_the_token_is_not_passed_on(bucket, hub, monkeypatch):
     hub.fault("/batch", status=400, headers={"X-Error-Message": "bad header: Bearer hf_write"})
     with pytest.raises(BucketError, match=r"bad header: Bearer \*\*\*"):
         bucket.delete([KEY])
 
 
-def test_a_large_folder_is_listed_over_several_pages(bucket: Bucket, hub: HubSim) -> None:
+def test_a_large_folder_is_listed_over_several_pages(bucket, hub):
     api = hub_bucket.HfApi(endpoint=hub.url)
     bucket_id = bucket.url.removeprefix("hf://buckets/")
     api.batch_bucket_files(bucket_id, add=[(b"x", f"many/{i:04d}") for i in range(1001)])
     assert [info.key for info in bucket.list("many/")] == [f"many/{i:04d}" for i in range(1001)]
 
 
-def test_missing_keys_of_s3_are_asked_for(
-    s3_env: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_keys_of_s3_are_asked_for(s3_env, monkeypatch, tmp_path):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -238,7 +219,7 @@ def test_missing_keys_of_s3_are_asked_for(
         open_bucket("s3://weights").stat("HEAD")
 
 
-def test_the_keys_of_a_profile_open_s3(s3_env: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_keys_of_a_profile_open_s3(s3_env, monkeypatch, tmp_path):
     keys = tmp_path / "credentials"
     keys.write_text("[default]\naws_access_key_id = test\naws_secret_access_key = test-secret\n")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -249,7 +230,7 @@ def test_the_keys_of_a_profile_open_s3(s3_env: None, monkeypatch: pytest.MonkeyP
     assert bucket.get("HEAD") == b"1"
 
 
-def test_an_s3_that_is_gone_is_named(s3_env: None, refusing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_s3_that_is_gone_is_named(s3_env, refusing, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")  # five by default, ten seconds
     monkeypatch.setenv("AWS_ENDPOINT_URL", refusing)
     sentence = r"s3://weights/HEAD cannot be reached .* AWS_ENDPOINT_URL"

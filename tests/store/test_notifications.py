@@ -59,28 +59,26 @@ def live(notice: Notifications, clock: Clock) -> Notifications:
     return notice
 
 
-def test_without_news_it_looks_once_per_interval(notice: Notifications, clock: Clock) -> None:
+def test_without_news_it_looks_once_per_interval(notice, clock):
     assert looks(notice, clock, 300.0) == 300
     assert looks(notice, clock, 300.0, turn_s=0.25) == 300
     assert looks(notice, clock, 300.0, poll_s=5.0) == 60
 
 
-def test_a_store_that_reports_changes_is_polled_for_safety_only(live: Notifications, clock: Clock) -> None:
+def test_a_store_that_reports_changes_is_polled_for_safety_only(live, clock):
     assert looks(live, clock, 10 * SAFETY_S) == 10
     live._set_live(False)
     assert looks(live, clock, 60.0) == 60, "no more notifications"
 
 
-def test_a_notification_causes_a_look_in_the_same_turn_and_one_more(
-    live: Notifications, clock: Clock
-) -> None:
+def test_a_notification_causes_a_look_in_the_same_turn_and_one_more(live, clock):
     live.wake()
     assert live.due(1.0)
     assert not live.due(1.0)
     assert looks(live, clock, 10.0) == 1, "the store may show the change a moment later"
 
 
-def test_a_store_that_misses_a_notification_is_polled(live: Notifications, clock: Clock) -> None:
+def test_a_store_that_misses_a_notification_is_polled(live, clock):
     live.wake()
     assert live.due(1.0)
     live.confirm()
@@ -97,9 +95,7 @@ def test_a_store_that_misses_a_notification_is_polled(live: Notifications, clock
     assert live.describe(1.0) == "notified by the store", "it does again"
 
 
-def test_the_first_pokes_are_answered_at_once_and_a_flood_once_per_interval(
-    live: Notifications, clock: Clock
-) -> None:
+def test_the_first_pokes_are_answered_at_once_and_a_flood_once_per_interval(live, clock):
     for _ in range(POKES):
         live.poke()
         live.wait(HOUR)
@@ -117,9 +113,7 @@ def test_the_first_pokes_are_answered_at_once_and_a_flood_once_per_interval(
     assert live.due(1.0), "a flood is forgotten"
 
 
-def test_a_poke_is_followed_by_one_more_look_and_a_failed_look_by_one(
-    live: Notifications, clock: Clock
-) -> None:
+def test_a_poke_is_followed_by_one_more_look_and_a_failed_look_by_one(live, clock):
     live.poke()
     assert looks(live, clock, 5.0) == 2
     assert not live.due(1.0)
@@ -128,7 +122,7 @@ def test_a_poke_is_followed_by_one_more_look_and_a_failed_look_by_one(
 
 
 @pytest.mark.parametrize("ring", [Notifications.poke, Notifications.wake, Notifications.close])
-def test_waiting_ends(ring) -> None:
+def test_waiting_ends(ring):
     notice = Notifications()
     waiting = threading.Thread(target=notice.wait, args=(HOUR,))
     waiting.start()
@@ -137,7 +131,7 @@ def test_waiting_ends(ring) -> None:
     assert not waiting.is_alive()
 
 
-def test_a_refusal_is_waited_for_and_described(notice: Notifications, clock: Clock, quota: Quota) -> None:
+def test_a_refusal_is_waited_for_and_described(notice, clock, quota):
     looks(notice, clock, 10.0)
     quota.refused(40.0)
     assert notice.describe(1.0) == "paused for 40 s: the store refused further requests with this token"
@@ -145,7 +139,7 @@ def test_a_refusal_is_waited_for_and_described(notice: Notifications, clock: Clo
     assert looks(notice, clock, 5.0) == 5
 
 
-def test_a_refusal_that_names_hours_or_nothing_is_waited_for_less(clock: Clock, quota: Quota) -> None:
+def test_a_refusal_that_names_hours_or_nothing_is_waited_for_less(clock, quota):
     quota.refused(24 * HOUR)
     assert quota.blocked_s() == LONGEST_BLOCK_S
     waits = []
@@ -177,7 +171,7 @@ class Hub:
 
 
 @pytest.mark.parametrize("replicas", [1, 16, 64, 256])
-def test_replicas_of_one_user_share_its_quota(clock: Clock, replicas: int) -> None:
+def test_replicas_of_one_user_share_its_quota(clock, replicas):
     hub, quotas = Hub(clock, allowed=5000), [Quota(clock) for _ in range(replicas)]
     notices = [Notifications(quota, clock) for quota in quotas]
     looked = 0
@@ -194,7 +188,7 @@ def test_replicas_of_one_user_share_its_quota(clock: Clock, replicas: int) -> No
     assert notices[0].describe(1.0).startswith("polls every")
 
 
-def test_a_burst_of_requests_for_one_version_does_not_slow_polling(clock: Clock, quota: Quota) -> None:
+def test_a_burst_of_requests_for_one_version_does_not_slow_polling(clock, quota):
     for version in range(20):
         for request in range(9):
             quota.left(5000 - 9 * version - request, 300.0 - 10 * version)
@@ -244,7 +238,7 @@ def name(bucket: Bucket) -> str:
     return "/".join(bucket.url.split("/")[3:5])
 
 
-def test_changes_of_other_folders_do_not_wake(feed: HubNotifications, bucket: Bucket) -> None:
+def test_changes_of_other_folders_do_not_wake(feed, bucket):
     other = bucket.notifications("runs/demo/log/")
     assert other.due(HOUR)
     is_connected(other)
@@ -259,9 +253,7 @@ def test_changes_of_other_folders_do_not_wake(feed: HubNotifications, bucket: Bu
 
 
 @pytest.mark.parametrize("politely", [True, False])
-def test_the_next_connection_reports_changes_since_the_last(
-    feed: HubNotifications, bucket: Bucket, hub: HubSim, politely: bool
-) -> None:
+def test_the_next_connection_reports_changes_since_the_last(feed, bucket, hub, politely):
     hub.fault(FEED, status=503)
     hub.end_feeds(name(bucket), politely=politely)
     until(lambda: feed.describe(1.0) == "polls every 1 s", "the end of the connection")
@@ -271,16 +263,14 @@ def test_the_next_connection_reports_changes_since_the_last(
     hears(feed, "the change that was missed")
 
 
-def test_a_connection_that_is_resumed_without_a_change_costs_no_look(
-    feed: HubNotifications, bucket: Bucket, hub: HubSim
-) -> None:
+def test_a_connection_that_is_resumed_without_a_change_costs_no_look(feed, bucket, hub):
     hub.end_feeds(name(bucket), politely=True)
     until(lambda: connections(hub, bucket) == 2, "another connection")
     is_connected(feed)
     assert not feed.due(HOUR)
 
 
-def test_a_cursor_that_is_too_old_causes_a_look(feed: HubNotifications, bucket: Bucket, hub: HubSim) -> None:
+def test_a_cursor_that_is_too_old_causes_a_look(feed, bucket, hub):
     hub.feed(forgets=True)
     hub.end_feeds(name(bucket), politely=True)
     hears(feed, "what the feed has forgotten")
@@ -289,16 +279,14 @@ def test_a_cursor_that_is_too_old_causes_a_look(feed: HubNotifications, bucket: 
     hears(feed, "the next change")
 
 
-def test_a_refused_cursor_is_not_sent_again(feed: HubNotifications, bucket: Bucket, hub: HubSim) -> None:
+def test_a_refused_cursor_is_not_sent_again(feed, bucket, hub):
     hub.fault(FEED, times=1, status=400)
     hub.end_feeds(name(bucket), politely=False)
     hears(feed, "the beginning of another connection")
     assert connections(hub, bucket) == 3
 
 
-def test_a_connection_on_which_nothing_comes_is_given_up(
-    feed: HubNotifications, bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_on_which_nothing_comes_is_given_up(feed, bucket, hub, monkeypatch):
     monkeypatch.setattr(hub_store, "SILENCE_S", 0.2)
     hub.feed(silent=True)
     hub.end_feeds(name(bucket), politely=False)
@@ -311,9 +299,7 @@ def test_a_connection_on_which_nothing_comes_is_given_up(
 @pytest.mark.parametrize(
     "fault", [{"status": status} for status in (200, 401, 403, 404, 501)] + [{"drop": True}], ids=str
 )
-def test_without_a_feed_the_clock_says_when_to_look(
-    bucket: Bucket, hub: HubSim, fault: dict[str, object]
-) -> None:
+def test_without_a_feed_the_clock_says_when_to_look(bucket, hub, fault):
     hub.fault(FEED, **fault)  # status 200: a page in place of the feed
     feed = bucket.notifications(HEADS)
     assert feed.due(0.01)
@@ -323,9 +309,7 @@ def test_without_a_feed_the_clock_says_when_to_look(
     feed.close()
 
 
-def test_a_hub_that_asks_for_a_pause_gets_it(
-    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_asks_for_a_pause_gets_it(bucket, hub, monkeypatch):
     feed, pauses = bucket.notifications(HEADS), []
     hub.fault(FEED, times=1, status=429, headers={"Retry-After": "44"})
     hub.fault(FEED, times=1, status=503, headers={"RateLimit": '"api";r=0;t=280'})
@@ -337,22 +321,20 @@ def test_a_hub_that_asks_for_a_pause_gets_it(
     feed.close()
 
 
-def test_close_ends_a_silent_connection(feed: HubNotifications, hub: HubSim, bucket: Bucket) -> None:
+def test_close_ends_a_silent_connection(feed, hub, bucket):
     hub.feed(silent=True)
     bucket.put(HEAD, b"not sent")  # so that it waits without any word from now on
     feed.close()
     assert not feed._thread.is_alive()
 
 
-def test_connections_end_less_and_less_often_while_they_do_not_last() -> None:
+def test_connections_end_less_and_less_often_while_they_do_not_last():
     first, *_, last = (hub_store._pause_s(failures) for failures in range(1, 12))
     assert 2.5 <= first <= 5.0
     assert hub_store.LONGEST_FEED_PAUSE_S / 2 <= last <= hub_store.LONGEST_FEED_PAUSE_S
 
 
-def test_a_shared_quota_slows_polling_and_ends_in_a_pause(
-    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_quota_slows_polling_and_ends_in_a_pause(bucket, hub, monkeypatch):
     monkeypatch.setattr("delta_weight_sync.store.notifications.MEASURED_S", 0.0)
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
     hub.limit(files=20, window_s=1e6)

@@ -290,6 +290,9 @@ def test_the_documentation_has_the_memory_of_each_configuration(name, width, tmp
     needs["total"] = sum(needs.values())
     row = " | ".join(f"{need / 1e9:.1f}" for need in needs.values())
     assert f"| `{name}` | {row} |\n" in (ROOT / "docs" / "limits-and-costs.md").read_text()
+    four = memory.parts(str(tmp_path), options, 4)
+    assert 4 * four["weights"] == needs["weights"]
+    assert four["mirror"] == needs["mirror"] > 0, "rank 0 holds all of it"
 
 
 @pytest.mark.parametrize(

@@ -154,12 +154,17 @@ def test_it_tries_again_where_the_new_anchor_could_not_be_stored(run, bucket, da
     assert config not in run.newest.recipe().files
 
 
-def test_it_finds_damage_that_is_older_than_its_first_look(run, bucket, monkeypatch) -> None:
+@pytest.mark.parametrize("has_base", [True, False])
+def test_it_finds_damage_that_is_older_than_its_first_look(run, bucket, monkeypatch, has_base) -> None:
+    """Without the base model's files it would store anchor after anchor, and mend nothing."""
     monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
-    config = run.reader.manifest().anchor.files[-1]
+    monkeypatch.setattr("delta_weight_sync.publish.writer.ANCHOR_PAYS", 1000.0)
+    config, writer = run.reader.manifest().anchor.files[-1], run.outbox._writer
+    writer.assets = writer.assets if has_base else None
     corrupt(bucket, config)
     run.steps(8 - run.version)
-    assert config not in run.newest.recipe().files
+    assert (config not in run.newest.recipe().files) == has_base
+    assert (run.newest.anchor.version > 0) == has_base
 
 
 def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follower, vllm, tmp_path) -> None:

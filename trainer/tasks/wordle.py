@@ -83,7 +83,7 @@ class WordleEnv:
         return played.observation
 
     async def get_reward(self) -> float | None:
-        """The game's reward, or None if a fault of the server lost the game: TRL then does not score it."""
+        """The game's reward; None if the game expired or the server lost it: TRL then does not score it."""
         if not self.done:  # the policy stopped calling the tool
             if self._turn == 0:
                 await self._call("POST", "/sessions", self._opening)

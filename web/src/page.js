@@ -72,7 +72,9 @@ async function follow() {
     if (replica?.manifest || performance.now() < next) return;
     next = performance.now() + 250; // to draw takes time that a slow device needs for the weights
     byId("how").textContent = `fetching: ${bytes(fetched)}`;
-    if (!preview) return;
+    if (preview) estimate();
+  };
+  const estimate = () => {
     const seconds = Math.ceil((Math.max(left, 0) / fetched) * (performance.now() - started) / 1000);
     byId("exact").textContent = `exact weights in ${seconds} s`;
   };
@@ -84,6 +86,7 @@ async function follow() {
     if (replica?.manifest) return;
     preview = { model, files, version };
     left = more;
+    estimate();
     state("preview", "playing with a preview of the weights");
     byId("number").textContent = `${version}, preview`;
     byId("changes").textContent = "The exact weights are still on their way.";

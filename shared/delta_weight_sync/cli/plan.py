@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     latency = "time that each request to the Hub takes in addition to its bytes (default: 100ms)"
     add("--latency", type=seconds, default=Question.latency, help=latency)
     add("--encoding", choices=(*cost.ENCODE,), default="fast", help="encoding of deltas (default: fast)")
-    kinds = "fp32: fp32 master weights (default); fp32-start: the same, first steps; bf16: no master weights"
+    kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
     add("--cores", type=_positive, default=2, help="cores of rank 0 and of each worker (default: 2)")
     add("--steps-per-hour", type=_positive, help="steps of the trainer (default: what the slower side takes)")
@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _quantity(unit: str, least: float, most: float, wanted: str) -> Callable[[str], float]:
-    """A parser of numbers with a unit, whose scale is the group in `unit`; small b counts bits."""
+    """A parser of numbers with a unit; the group in `unit` is its scale, and b means bits."""
 
     def parse(text: str) -> float:
         match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)
@@ -75,9 +75,9 @@ the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank fo
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made["all"]} requests per version, one after the other
-each replica polls HEAD, then makes {requests} requests per version; the longest chain has {plan.fetches}
+each replica polls HEAD, then makes {requests} requests per version, {plan.fetches} of them in turn
 a request takes {time_text(asked.latency)} in addition to its bytes
-requests are counted with the Hub's events, times with {polls:.0f} polls in 5 minutes by each replica
+request counts assume the Hub's events, times assume {polls:.0f} polls in 5 minutes by each replica
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
@@ -98,7 +98,7 @@ def _table(plan: Plan) -> str:
     slow = "the replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "rank 0 sets"
     pace = "every step" if asked.steps_per_hour else f"{slow} the pace"
     if plan.steps_per_version > 1.005:
-        pace = f"each merges {plan.steps_per_version:.3g} steps, whose size is not predicted"
+        pace = f"each version merges {plan.steps_per_version:.3g} steps; its size is not predicted"
     elif plan.published_hour > 1.005 * plan.replica_versions_hour:
         pace = "each replica falls behind and takes several deltas together"
     ratio = plan.egress_hour / plan.stored_hour

@@ -1,4 +1,4 @@
-"""Operations that compare a block of 64 bf16 weights and return one bit per weight, and some on these bits.
+"""Operations that compare 64 numbers and return one bit for each, and operations on these bits.
 
 The comparisons are LLVM vector operations, compiled by numba at run time. So each machine uses its own widest
 instructions (AVX2, AVX-512, NEON), and installing the package compiles nothing.
@@ -37,8 +37,8 @@ def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: An
     """Write one mask per band to `masks` (uint64 [8]): which of the 64 weights from `start` are in the band.
 
     `bits` is uint16. `limits` (int8 [7], ascending) has the lowest exponent of each band but the first, minus
-    128, because some machines compare only signed bytes. `valid` has a bit for each lane that the last band
-    counts, because the caller pads a block with weights of that band.
+    128, because some machines compare only signed bytes. The caller pads a block with weights of
+    the last band; `valid` has a bit for each lane that is not padding.
     """
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:

@@ -94,7 +94,7 @@ def _peek(words: Words, at: int) -> np.uint64:
 
 @kernel
 def take(words: Words, at: int, bits: int) -> int:
-    """Read `bits` bits (0 to 63) at bit `at`, which must be as for `_peek`."""
+    """Like `_peek`, but only `bits` bits (0 to 63)."""
     return int(_peek(words, at) & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
 
 
@@ -158,7 +158,7 @@ def _put(value: np.uint64, bits: int, words: Words, at: int) -> int:
 
 
 def to_words(stream: NDArray[np.uint8]) -> Words:
-    """The stream's bytes as words, with two words of zeros after them."""
+    """The stream's bytes as words, with at least two words of zeros after them."""
     words = np.zeros(stream.size // 8 + 3, np.uint64)
     words.view(np.uint8)[: stream.size] = stream
     return words
@@ -205,7 +205,7 @@ def open_runs(
     for band, (events, k, flipped, bits) in enumerate(sections):
         if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
             raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
-        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # an event at item -1
+        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # -1: a virtual event
         if walk(words, state, band, 0, np.empty(1, np.int64)) < 0:
             raise CodecError(f"the section of {what} is damaged")
         at += bits

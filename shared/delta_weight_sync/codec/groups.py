@@ -39,7 +39,7 @@ _ZSTD_LEVEL = 1
 
 
 class Layout(NamedTuple):
-    """A mode: its description, the lengths of a `Group`'s four lists (`rows`), its streams, what it reads."""
+    """A mode: its words, the lengths of a `Group`'s lists (`rows`), its streams, if it reads old bits."""
 
     words: str
     rows: tuple[int, int, int, int]
@@ -62,8 +62,8 @@ LAYOUTS: dict[Mode, Layout] = {
 class Group(BaseModel):
     """How the tensors of one group are coded: all that a reader needs in addition to the streams.
 
-    For each band, `gaps` and `large` have the fields of a `bits.Section`, and `sizes` has (Exp-Golomb
-    parameter, bits). They are plain tuples, because pydantic reports each surplus item of a named tuple.
+    `limits` separate the bands. For each band, `gaps` and `large` have the fields of a `bits.Section` (plain
+    tuples: pydantic reports each surplus item of a named one), `sizes` has (Exp-Golomb parameter, bits).
     """
 
     model_config = ConfigDict(frozen=True)
@@ -272,7 +272,7 @@ def _as_weights(band_of: Band) -> Bits:
 
 @kernel
 def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) -> bool:
-    """Read the sizes of the `large` changes and multiply `ulps`, which are 1 or -1, by them."""
+    """Multiply the `ulps` (1 or -1) of the `large` changes by their sizes. False if these are damaged."""
     good = True
     for i in range(large.size):
         band = bands[i]

@@ -120,7 +120,7 @@ def _section(items: int, events: int) -> float:
 def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
     """Write a tensor's runs to `out` [n]; returns the number of elements since the last change.
 
-    `carried`: that number after the tensor before.
+    `carried`: the same number at the end of the previous tensor.
     """
     before = np.int64(-1) - carried
     for j in range(index.size):

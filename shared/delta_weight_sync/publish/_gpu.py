@@ -1,11 +1,11 @@
 """The diff of all parameters on one GPU: a few launches and at most three waits for any number of tensors.
 
 A kernel program compares one tile: the 4096 elements of a digest block of one tensor, or the part of it that
-this rank holds. One launch takes the tiles of all tensors. Kernels read absolute addresses, so a mirror in
+this rank holds. One launch takes the tiles of many tensors. Kernels read absolute addresses, so a mirror in
 pinned host memory is read over the bus during the comparison. The host reads back two tables:
 
-    book    int64 [65 + tiles]: number of changes; 64 cells, whose sum is the change of the digest; and per
-            tile `place * 8192 + count`
+    book    int64 [66 + tiles]: number of changes; number of changes to NaN or infinity; 64 cells, whose sum
+            is the change of the digest; and per tile `place * 8192 + count`
     found   int32 [capacity]: `position within the tile << 16 | ulps`; the changes of a tile are in order
 """
 
@@ -30,7 +30,7 @@ COUNTS = 8192  # more than the changes of a tile
 TILE = tl.constexpr(BLOCK)
 COLUMNS = tl.constexpr(6)  # of an entry: parameter, mirror, start, stop, seed, first tile
 CELLS = 64  # over which programs spread their sums of the digest
-TOTALS = tl.constexpr(1 + CELLS)  # at the start of `book`
+TOTALS = tl.constexpr(2 + CELLS)  # at the start of `book`
 _CELLS = tl.constexpr(CELLS)
 _COUNTS = tl.constexpr(COUNTS)
 KINDS = {torch.bfloat16: tl.int16, torch.float32: tl.float32, torch.float16: tl.float16}
@@ -97,7 +97,10 @@ def find(
         factor = tl.load(factors + lane).to(tl.uint32, bitcast=True).to(tl.uint64)
         moved = tl.sum(factor * (new.to(tl.uint64) - old.to(tl.uint64)), 0)
         moved *= outer(tl.load(entry + 4).to(tl.uint64), block)
-        tl.atomic_add(book + 1 + tile % _CELLS, moved.to(tl.int64), sem="relaxed")
+        tl.atomic_add(book + 2 + tile % _CELLS, moved.to(tl.int64), sem="relaxed")
+        infinite = tl.sum((changed & ((new & 0x7F80) == 0x7F80)).to(tl.int64), 0)
+        if infinite > 0:
+            tl.atomic_add(book + 1, infinite, sem="relaxed")
 
 
 @triton.jit
@@ -205,6 +208,7 @@ class Changes:
     """The differences from the mirrors: one patch per part."""
 
     patches: list[Patch]
+    infinite: int  # number of changes to NaN or infinity
     moved: int  # change of the digest
     tiles: _Tiles
     book: torch.Tensor  # on the device, for `DeviceDiff.keep`
@@ -245,7 +249,7 @@ class DeviceDiff:
             Patch(part.name, part.block.shape, index[a:b], ulps[a:b])
             for part, (a, b) in zip(parts, itertools.pairwise(ends), strict=True)
         ]
-        return Changes(patches, int(notes[1 : TOTALS.value].sum()), tiles, book, found)
+        return Changes(patches, int(notes[1]), int(notes[2 : TOTALS.value].sum()), tiles, book, found)
 
     def keep(self, changes: Changes) -> None:
         """Write the changes into the mirrors, which are on the device, without waiting for it."""

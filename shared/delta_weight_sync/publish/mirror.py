@@ -186,13 +186,10 @@ class Mirror:
 
     def _find_on_devices(self, parts: list[Part]) -> list[Changes]:
         by_device: dict[torch.device, list[Part]] = {}
+        found = []
         for part in parts:
             by_device.setdefault(part.tensor.device, []).append(part)
         for device, some in by_device.items():
-            if self._finite:  # if a sum is finite, so are its weights; one copy to the host for all tensors
-                sums = torch.stack([part.tensor.detach().sum(dtype=torch.float32) for part in some])
-                for number in (~sums.isfinite()).nonzero().flatten().tolist():
-                    self.require_finite(some[number].name, to_bits(some[number].tensor))
             # Kernels cannot read plain host memory: move tensors into pinned or device memory.
             far = [part.name for part in some if part.name not in self._reachable]
             if far and self._place == "host":
@@ -202,7 +199,10 @@ class Mirror:
             else:
                 self._bits |= {name: self._bits[name].to(device) for name in far}
             self._reachable.update(far)
-        return [self._on(device).find(some, self._bits) for device, some in by_device.items()]
+            found.append(self._on(device).find(some, self._bits))
+            for part in some if found[-1].infinite and self._finite else ():
+                self.require_finite(part.name, to_bits(part.tensor))
+        return found
 
     def _on(self, device: torch.device) -> DeviceDiff:
         if device not in self._devices:

@@ -1,7 +1,7 @@
 """Finds what each sync (a hand-over of weights) changed, and publishes the changes in the background.
 
 Only a version that is published whole is uploaded while the trainer waits. Otherwise the trainer waits for
-the diff only: a background thread encodes and uploads, and tries again after errors of the bucket.
+the diff only: a background thread encodes and uploads, and tries again if the bucket fails.
 Meanwhile later syncs are merged into one pending update. At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
@@ -48,7 +48,7 @@ class RepeatedSyncs:
     def __init__(self, published: Mapping[int, str]) -> None:
         """`published`: sync -> digest, for each version that an exact repetition produces again."""
         self._published = published
-        self.newest = min(published, default=0)  # the newest sync with equal weights in both trainers
+        self.newest = min(published, default=0)  # the newest sync that was repeated exactly
 
     def holds_back(self, sync: int, digest: str) -> bool:
         """Whether the bucket has this sync, perhaps merged into a later sync. False once a sync differs."""
@@ -338,7 +338,7 @@ class Outbox:
                 break
             except errors.BucketError as error:
                 if isinstance(error, errors.AccessDeniedError) and not self._trouble:
-                    raise  # a retry does not help
+                    raise  # a first try that is denied will be denied again
                 self._trouble = self._trouble or error
                 if (late := time.monotonic() - began) >= warned + _REMIND_S:
                     warned = late
@@ -347,7 +347,7 @@ class Outbox:
                         " trying again",
                         *(version, late, error),
                     )
-            attempt = self._writer.confirm  # a part of the version may be in the bucket, so it stays the same
+            attempt = self._writer.confirm  # parts may be in the bucket, so publish the same version
             time.sleep(_RETRY_S)
         self._trouble = None
 

@@ -68,7 +68,7 @@ class Publisher:
         base: The checkpoint that the policy was loaded from, a folder or the id of a model on the Hub. A new
             run needs it: config, tokenizer and untrained weights come from it.
         encoding: Encoding of deltas, "fast" or "small"; see `delta_weight_sync.codec`.
-        mirror: Which memory holds the published bits, "host" or (on a GPU) "device".
+        mirror: Which memory holds the newest sync's bits, "host" or (on a GPU) "device".
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
         state_minutes: Least minutes between two saved states, 5 by default. After a slow upload the pause is
@@ -132,7 +132,7 @@ class Publisher:
 
     @property
     def writer_term(self) -> int:
-        """How many trainers have opened this run, including this one; 0 on every rank but the main one."""
+        """This trainer's term, higher than those of earlier trainers; 0 on every rank but the main one."""
         return self._writer.writer.term if self._writer else 0
 
     @property
@@ -144,10 +144,10 @@ class Publisher:
         """Publish version 0 of a new run. If the run has versions, only check that the model is the same.
 
         Call this before you shard the model. All ranks must call it, but only the main rank needs the
-        weights. If the weights have not changed by the first `publish`, that call adds no version.
+        weights. A first `publish` of the same weights with the same `step` adds no version.
 
         Raises:
-            CodecError: The run's model is another one.
+            CodecError: The run is of another model, or a weight cannot be published.
         """
         if not self._peers.exchange(self._outbox is not None and not self._outbox.mirror)[0]:
             with self._peers.fail_together():
@@ -256,8 +256,8 @@ class Publisher:
     ) -> bool:
         """Save everything that a trainer needs to resume here; call it right after each `publish`.
 
-        Returns once the state is copied to the host; the first state of a run is in the bucket by then. Later
-        ones go there in the background, after their version.
+        Returns once the state is copied to the host, and uploads it in the background, after its version. If
+        this trainer resumed no state, the first call returns only when its state is in the bucket.
 
         Args:
             weights: Every tensor that training changes, under the names of `publish`.
@@ -301,7 +301,7 @@ class Publisher:
         return manifest
 
     def digest(self, weights: Model) -> str:
-        """The digest of the live weights of all ranks, cast to bf16, and of a version with these weights."""
+        """The digest that a version with these weights (of all ranks, cast to bf16) would have."""
         own, names = own_digest(checkpoint_weights(weights), main=self._peers.main)
         if self._outbox:  # the untrained weights
             mirror = self._outbox.mirror

@@ -1,8 +1,8 @@
 """Several trainer processes and one publisher: which rank diffs which elements, and how changes reach rank 0.
 
 Under FSDP2 each rank holds a block of each parameter (a `DTensor`), finds the changes in it, and sends them
-to rank 0 once per sync. Only rank 0 holds the whole mirror and writes to the bucket. Whole tensors are sent
-in two cases only, one at a time: at the first sync, and for placements that are not a plain block. All ranks
+to rank 0 once per sync. Only rank 0 holds the whole mirror and writes to the bucket. It gets whole tensors in
+two cases only, one at a time: at the first sync, and for placements that are not a plain block. All ranks
 call the methods here in the same order. If one fails, all stop with its message.
 """
 
@@ -107,7 +107,7 @@ def own_parts(weights: Weights, mirror: Mirror, names: dict[str, list[Patch]]) -
 def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights, usually as each rank holds them.
 
-    The main rank gets whole tensors instead: at the `first` sync all, later those that are not a plain block.
+    The main rank gets whole tensors: all at the `first` sync, later only those that are not a plain block.
     Every rank must iterate to the end, because this is a collective.
     """
     for name, tensor in weights:

@@ -2,8 +2,8 @@
 
 A thread applies each published patch to a copy of the checkpoint on this machine's disk, so memory never
 holds a second model. An anchor is an upload of that copy. A jump over 8 versions is an exact merge of their
-patches, which stay in memory. A jump over 64 versions, or one over 8 whose patches exceed a budget, keeps a
-file with the weights where the jump begins instead; the jump is the difference of the two files.
+patches, which stay in memory. For a jump over 64 versions, or over 8 if the patches exceed a budget, a second
+file keeps the weights of the version where the jump begins. The jump is the difference of the two files.
 
 The next manifest names the uploaded shortcuts. If the trainer crashes before, `keep` or `gc` deletes them.
 """
@@ -35,7 +35,7 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 class _Start:
-    """The version where the next jump of a stride begins, as its weights on disk or as the patches since."""
+    """Where a stride's next jump begins: that version's weights in a file, or the merged patches since it."""
 
     def __init__(self, stride: int, path: Path) -> None:
         self.stride, self.version = stride, -1
@@ -49,7 +49,7 @@ class _Start:
             shutil.copyfile(newest, self._path)
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
-        """Add a version's patches (None if not in memory). `newest` must still be at the version before."""
+        """Add a version's patches (None if not in memory). Call this before they are applied to `newest`."""
         if (earlier := self._patches) is None:
             return
         if patches is not None:
@@ -86,7 +86,7 @@ class Shortcuts:
         self._published: deque[tuple[Manifest, Sequence[Patch] | Path]] = deque()
         self._changed = threading.Condition()
         self._busy, self._closed, self._said = False, False, ""
-        self._stayed = self._came = 0  # bytes that the last pruning left, and bytes added before it
+        self._stayed = self._came = 0  # bytes that the last pruning left; bytes added between the last two
         self.lost = True  # the files hold no known version; `restart` is needed
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
         self._thread.start()

@@ -104,7 +104,8 @@ class RunWriter:
         deltas = *newest.deltas, *newest.jumps, *self._jumps
         recipe = cheapest_recipe(newest.anchor, deltas, newest.version, None)
         behind = recipe.deltas if recipe else ()
-        return sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes or len(behind) >= MAX_FILES
+        many = len(behind) >= MAX_FILES or len(newest.deltas) >= 512  # a manifest names at most 1024
+        return many or sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes
 
     def _finds_damage(self, newest: Manifest) -> bool:
         """Whether a file of the newest version is missing or has changed.
@@ -115,7 +116,7 @@ class RunWriter:
         if newest.version < self._intact + _EVERY:
             return False
         there = {info.key: info for info in self.bucket.list(self.keys.folder)}
-        files = newest.recipe().files
+        files = [f for f in newest.recipe().files if self.assets or _is_weights(f)]  # what it can store again
         listed = {file.key: there.get(file.key) for file in files}
         damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
         if not damaged:
@@ -127,7 +128,7 @@ class RunWriter:
             return True
         if before := self._listed.get(file.key):
             return now.etag != before.etag
-        if isinstance(file, DeltaRef) or file.name == WEIGHTS:
+        if _is_weights(file):
             return False
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -273,12 +274,16 @@ class RunWriter:
         return reference(self.keys.manifest(manifest.version, writer), manifest)
 
 
+def _is_weights(file: FileRef) -> bool:
+    return isinstance(file, DeltaRef) or file.name == WEIGHTS
+
+
 def _delta(key: str, data: bytes, base: int, version: int, changed: int) -> DeltaRef:
     sha256 = hashlib.sha256(data).hexdigest()
     return DeltaRef(key=key, size=len(data), sha256=sha256, base=base, version=version, changed=changed)
 
 
 def put_file(bucket: Bucket, path: Path, key: str) -> FileRef:
-    """Store a local file, and pin it by its content."""
+    """Store a local file, and return a reference with its size and sha256."""
     bucket.put(key, path)
     return FileRef(key=key, size=path.stat().st_size, sha256=file_sha256(path))

@@ -8,8 +8,8 @@ per rank and a small record. The record is written last, when the version and al
 
 Two states stay in the bucket: the newest, and the one before it in case an object of the newest is damaged.
 The version already holds the upper half of a published float32 parameter and the whole of a bfloat16 one. So
-a state holds only the lower 16 bits of the former (see `optimizer`) and nothing of the latter, and all else
-in full. The trainer's thread copies a state to host memory; a background thread writes the copy.
+a state holds little more than the lower 16 bits of the former (see `optimizer`), nothing of the latter, and
+all else in full. The trainer's thread copies a state to host memory; a background thread writes the copy.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StateRecord(Sealed):
 
 
 class StateSaver:
-    """Uploads one snapshot at a time, in the background. Every rank has one, and all save together."""
+    """Uploads one snapshot at a time in the background. Every rank has a saver; all save at the same time."""
 
     def __init__(
         self, reader: RunReader, peers: Peers, outbox: Outbox | None, writer: RunWriter | None, every_s: float
@@ -74,7 +74,8 @@ class StateSaver:
         self.failure: Exception | None = None  # why it failed
 
     def ready(self, *, final: bool) -> bool:
-        """Whether a snapshot may be saved now. Unless `final`, uploads take a tenth of the time at most."""
+        """Whether a snapshot may be saved now. Unless `final` or `state_minutes` is 0, uploads take at
+        most a tenth of the time."""
         return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
@@ -124,7 +125,7 @@ class StateSaver:
 
 
 def _prune(reader: RunReader, newest: str) -> None:
-    """Delete the states before the last two up to `newest`, the name of a complete state; records first."""
+    """Keep the complete state `newest` and the one before. Delete all older states, their records first."""
     listing = [info.key for info in reader.bucket.list(reader.keys.states)]
     older = [key.removesuffix(".json") for key in listing if key.endswith(".json") and key < f"{newest}.json"]
     if older:
@@ -311,8 +312,8 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
-    """Map the sync of `record`, and each later one, to the digest that an exact repetition gives.
-    `later`: the versions after `record`, newest first. Those that a resumed trainer replaced are left out."""
+    """Map sync numbers, from `record.sync` on, to the digest that an exact repetition of that sync gives.
+    `later` (newest first) may hold versions that a resumed trainer replaced: these are left out."""
     line: list[Manifest] = []
     for manifest in later:
         if not line or manifest.sync < line[-1].sync:

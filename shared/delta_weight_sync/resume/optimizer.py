@@ -214,7 +214,7 @@ def _require_same(optimizer: torch.optim.Optimizer, note: Any) -> None:
 
 
 def _onto(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Move a saved tensor to the parameter's device, and shard it like the parameter."""
+    """Move a saved tensor to the parameter's device. A shard becomes a `DTensor` again."""
     own = local(parameter)
     moved = tensor.to(own.device, copy=True)
     if not isinstance(parameter, DTensor) or tensor.shape != own.shape:

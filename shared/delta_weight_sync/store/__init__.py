@@ -4,9 +4,9 @@
     bucket.put("runs/demo/run.json", b"...")
 
 A key is relative to the bucket's URL; "/" joins its parts. A method that fails raises a `BucketError`, whose
-message is one sentence, usually with the fix. Exceptions are `OSError` if a local file cannot be read or
-written, and `ProtocolError` if an object is larger than its reader allows; it is then not read. No method
-checks content: readers compare the sha256.
+message is one sentence, usually with the fix. Two failures raise another error: `OSError` if a local file
+cannot be read or written, and `ProtocolError` if an object is larger than allowed. No method checks content:
+callers compare the sha256.
 """
 
 import hashlib
@@ -47,13 +47,13 @@ class Bucket(ABC):
     """Objects under one URL. Safe to use from several threads and processes."""
 
     url: str
-    sent: int = 0  # bytes of all uploads so far
+    sent: int = 0  # bytes of all uploads so far, failed ones included
     _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
 
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, whole or not at all; replaces an older one."""
         check_key(key)
-        self.sent += size_of(data)  # first: a local file that is unreadable is no fault of the bucket
+        self.sent += size_of(data)  # outside `_explained`: an unreadable file is no fault of the bucket
         with self._explained(key, write=True):
             self._put(key, data)
 
@@ -155,7 +155,7 @@ class Bucket(ABC):
         """The `BucketError` for what a library raised at `place`."""
 
     def _check_limit(self, key: str, size: int, limit: int) -> None:
-        """Before a download: raise `ProtocolError` if the object's `size` is above `limit` bytes."""
+        """Raise `ProtocolError` if an object's `size` is above `limit`; both are in bytes."""
         if size > limit:
             raise errors.ProtocolError(
                 f"{self.url}/{key} has {size} bytes, but at most {limit} are allowed: it was not read"
@@ -172,6 +172,7 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
 
     Raises:
         BucketError: The URL is not one of these forms, or the bucket cannot be created.
+        MissingExtraError: The packages for s3:// URLs are not installed.
     """
     # Import only what the store needs: other stores' libraries may be missing.
     if url.startswith("hf://"):

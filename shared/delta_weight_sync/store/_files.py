@@ -22,11 +22,11 @@ from delta_weight_sync import errors, store
 
 _ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOLDER = _ROOT | os.O_NOFOLLOW
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # otherwise a pipe would wait for a writer
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _BLOCK: Final = 1 << 20  # bytes copied at a time
 _PART: Final = re.compile(r"\.[0-9a-f]{32}\.part")  # the name of an object while it is written
-_LEFT_S: Final = 86_400.0  # no upload takes longer
+_LEFT_S: Final = 86_400.0  # seconds; no upload takes longer
 _NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 

@@ -131,7 +131,7 @@ def _code(error: Exception) -> str:
 
 
 def _profile() -> Any:
-    """What gives obstore the keys of your profile; None if the environment has keys or no profile exists."""
+    """obstore's provider of your profile's keys; None if the environment has keys or no profile exists."""
     file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
     if "AWS_ACCESS_KEY_ID" in os.environ or not file.is_file():
         return None

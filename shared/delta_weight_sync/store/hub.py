@@ -50,7 +50,7 @@ from delta_weight_sync import errors, store
 from delta_weight_sync.store.notifications import Notifications, Quota
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
-LONGEST_PAUSE = 10  # seconds that the client waits at most if a server asks for it; by default hours
+LONGEST_PAUSE = 10  # seconds that the client waits at most if a server asks for a pause; by default hours
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
 # The first two settings shorten hf_xet's retries, which take up to five minutes by default. Its read timeout
@@ -70,7 +70,7 @@ STEADY_S: Final = 60.0  # after a feed that lasted this long, reconnect within a
 FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles with each
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
-_quotas: defaultdict[str, Quota] = defaultdict(Quota)  # bucket -> the token's quota, by the Hub's answers
+_quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what the Hub says of the token's quota
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -309,7 +309,7 @@ class HubNotifications(Notifications):
     def due(self, poll_s: float, again: bool = False) -> bool:
         """As in `Notifications`; the first call connects."""
         due = super().due(poll_s, again)
-        if self._thread is None:  # connect at the first look; "ready" asks for another one, see `_take`
+        if self._thread is None:  # at the first call; event "ready" then causes another look
             self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
             self._thread.start()
         return due
@@ -364,7 +364,7 @@ class HubNotifications(Notifications):
         elif name == "changes":
             for change in filter(lambda change: isinstance(change, dict), payload.get("changes") or ()):
                 path, etag = change.get("path", ""), change.get("xetHash")
-                seen = self.known.get(path.removeprefix(self._folder))  # equals etag if a look found this
+                seen = self.known.get(path.removeprefix(self._folder))  # the etag that the last look found
                 if path.startswith(self._folder + self._prefix) and (not etag or etag != seen):
                     self.wake()
         elif name == "reset":
@@ -374,5 +374,5 @@ class HubNotifications(Notifications):
 
 def _pause_s(failures: int) -> float:
     """Seconds before the next connection; random, because many may lose theirs at the same moment."""
-    usual = FIRST_FEED_PAUSE_S * 2.0 ** min(failures - 1, 30) if failures else 1.0  # a finite power
+    usual = FIRST_FEED_PAUSE_S * 2.0 ** min(failures - 1, 30) if failures else 1.0  # 30: no overflow
     return min(usual, LONGEST_FEED_PAUSE_S) * random.uniform(0.5, 1.0)

@@ -1,8 +1,8 @@
 """When to look at a bucket again: after an interval, or as soon as a notification arrives.
 
 A store that reports its changes (the Hub) has a subclass of `Notifications`; other stores are polled. A poke,
-a request from outside, means "look now" and carries nothing else. After `POKES` looks in a row,
-pokes cause only one look per interval.
+a request from outside, means "look now" and carries nothing else. After pokes have caused `POKES`
+looks in a row, they cause only one look per interval.
 
 All replicas of a user share one quota of requests. The Hub counts requests in windows of five minutes, and
 each answer says how many are left, and for how long. Requests of other replicas lower that number, too, so
@@ -20,7 +20,7 @@ USED: Final = 0.8  # share of the remaining requests that polling may use; downl
 SLOWEST: Final = 60.0  # the longest interval, as a multiple of the usual interval
 LONGEST_BLOCK_S: Final = 60.0  # longest wait after a refusal; some refusals ask for hours
 _FIRST_BLOCK_S: Final = 2.0  # wait after a refusal that names no time; doubles with each further refusal
-SAFETY_S = 60.0  # between two looks at a store that reports its changes, in case a notification gets lost
+SAFETY_S = 60.0  # seconds between looks at a store that reports its changes, in case a notification gets lost
 POKES: Final = 8  # looks that pokes may cause in a row; each interval allows one more
 _EARLY = 0.1  # share of an interval by which a look may come too early
 
@@ -79,7 +79,7 @@ class Notifications:
         self.unprompted = False  # whether the last look was only for safety, in case a notification got lost
         self._looked = -math.inf
         self._interval = 1e-9  # between two looks, as of the last call of `due`
-        self._poked_until = -math.inf  # each look for a poke adds an interval; at most POKES ahead of now
+        self._poked_until = -math.inf  # when `POKES` looks are allowed again; each adds an interval
 
     def due(self, poll_s: float, again: bool = False) -> bool:
         """Whether to look now; True counts as a look.
@@ -124,13 +124,13 @@ class Notifications:
         return self._poked_until <= now + (POKES - 1 + _EARLY) * self._interval
 
     def wake(self) -> None:
-        """The store has reported a change, so it does report changes, even if it missed one before."""
+        """The store has reported a change: look now, and rely on its reports, even if one was lost before."""
         with self._changed:
             self._notified = self._awake = self._live = True
             self._changed.notify_all()
 
     def confirm(self) -> None:
-        """The last look found something new. If no notification had announced it, poll from now on."""
+        """The last look found something new. If no notification announced it, poll until one arrives."""
         if self.unprompted:
             self._set_live(False)
 
@@ -156,6 +156,6 @@ class Notifications:
         return f"polls every {interval:.4g} s" + (shared if interval > poll_s else "")
 
     def _set_live(self, live: bool) -> None:
-        """Set whether the store reports each change from now on."""
+        """Set whether to rely on the store to report each change."""
         with self._changed:
             self._live = live

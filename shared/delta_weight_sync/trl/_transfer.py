@@ -19,8 +19,8 @@ class BucketWeightTransfer:
     Creating a transfer also patches TRL in this process (see `delta_weight_sync.trl.patches`), so that the
     trainer needs no vLLM, no kernel from the Hub and no GPU. Without a GPU, set TRL's option `use_cpu=True`.
 
-    TRL pauses generation before a sync and resumes it after the upload. Here both do nothing: each replica
-    pauses itself for its own commit, once it has the delta.
+    TRL calls `pause` before it sends weights, and `resume` after that. Here both do nothing: each replica
+    commits by itself once it has the delta, usually between two steps of vLLM.
 
     Args:
         url: As for `Publisher`.
@@ -49,7 +49,7 @@ class BucketWeightTransfer:
         """Do nothing (see above)."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish TRL's parameters, whole tensors under checkpoint names; returns after the diff."""
+        """Publish TRL's parameters, whole tensors under checkpoint names; returns as `Publisher.publish`."""
         if self._publisher is None:  # in another `train()` of the same trainer, TRL does not open it again
             self.init_weight_transfer()
         assert self._publisher is not None

@@ -33,7 +33,7 @@ _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
 _START: Any = getattr(_WORKER, "start", None)
 _CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
 _PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None)
-_SERVER_S = 240.0  # to wait for vLLM, as TRL does without a bucket
+_SERVER_S = 240.0  # limit on the wait for vLLM; the same as TRL's own
 _replace = setattr
 _ROUNDING = 0.1  # `_require_same_mask`: rounding to 16 bits changes results by 0.01, another mask by 1
 
@@ -71,7 +71,7 @@ def play_rollouts(*arguments: Any) -> None:
     try:
         _CHILD_MAIN(*arguments)
     except Exception as error:
-        *_, failures, _ = arguments  # where TRL puts errors of the rollouts themselves
+        *_, failures, _ = arguments  # TRL's queue for errors in rollouts
         failures.put((type(error).__name__, str(error), ""))
         raise
 

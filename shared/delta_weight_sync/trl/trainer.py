@@ -20,8 +20,8 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from delta_weight_sync.publish.publisher import checkpoint_weights
 
 Named = Iterable[tuple[str, torch.Tensor]]
-_IN_PLAY = 4096  # more prompts than TRL ever has in play
-# Fields of transformers' TrainerState: those that are restored, and those that it compares with the settings.
+_IN_PLAY = 4096  # more prompts than TRL ever works on at the same time
+# Fields of TrainerState: transformers restores the first ones, and compares the others with the settings.
 _KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
 _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
@@ -31,8 +31,7 @@ class Progress:
     """How far a trainer is: its weight syncs, its steps, and the prompts that it has finished.
 
     Prompts are numbered through all repetitions of the data set. Finished are all numbers below `prompts`,
-    and those in `later`. A few of these prompts were dropped, not trained on, because their samples were too
-    old.
+    and those in `later`. Finished prompts were trained on, or dropped because their samples were too old.
     """
 
     syncs: int
@@ -42,8 +41,8 @@ class Progress:
 
 
 class TrainedGroups(set[int]):
-    """The numbers of the prompts that were trained on. TRL adds a batch when it packs
-    it, one step before it trains on it."""
+    """The numbers of the prompts that were trained on. TRL calls `update` when it packs a batch, before it
+    trains on the batch; so a batch waits here until `trained` counts it."""
 
     def __init__(self, groups: Iterable[int]) -> None:
         super().__init__(groups)
@@ -64,7 +63,7 @@ class TrainedGroups(set[int]):
         return self._first, tuple(n for n in range(self._first, self._newest + 1) if n in self)
 
     def trained(self, batches: int) -> None:
-        """Count the prompts of the next batches as trained."""
+        """Count the prompts of the next `batches` batches as trained on."""
         for _ in range(min(batches, len(self._ahead))):
             super().update(batch := self._ahead.popleft())
             self._newest = max(batch | {self._newest})
@@ -77,7 +76,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
     Once TRL gives a `WeightTransferProtocol` each rank's own parameters, only resuming is left in this class.
 
     Args:
-        on_sync: Called with named parameters and the number of the sync; TRL counts on the main rank only.
+        on_sync: Called with named parameters and the number of the sync, right only on the main rank.
         resumed_from: The progress of an earlier trainer, from which training continues.
         **kwargs: Arguments of TRL's trainer.
     """
@@ -89,7 +88,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         resumed_from: Progress | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(weight_transfer=object(), **kwargs)  # given one, TRL makes no client of vLLM
+        super().__init__(weight_transfer=object(), **kwargs)  # with any object, TRL makes no vLLM client
         self.weight_transfer = None  # now TRL iterates over `_streaming_iter` by itself, on every rank
         self._on_sync, self._resumed_from = on_sync, resumed_from
         groups = (*range(resumed_from.prompts), *resumed_from.later) if resumed_from else ()

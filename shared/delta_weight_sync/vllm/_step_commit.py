@@ -11,8 +11,8 @@ workers succeed, two more things happen between the same two steps, which vLLM i
 
 Each call waits for the current step, and for the API server's event loop before and after. If the worker is
 in this process, op "stage" saves calls: it answers only when staging is done (vLLM waits for a `Future`
-without blocking its steps). With `then`, the arguments of a commit, it also commits right after the next
-step, and answers as a commit does.
+without blocking its steps). Given `then`, the arguments of a commit, it also commits when the current step
+has ended, and answers as a commit does.
 
 The module patches vLLM's `EngineCore`; `compat.toml` lists what it relies on there. Before the first commit,
 `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results elsewhere.
@@ -107,7 +107,7 @@ def _settle(later: Future[Answers], staged: dict[str, Any], finish: Callable[[],
 
 
 def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answers:
-    """Run `write` on all workers; if none failed, forget and relabel. The first answer gets "pause_s"."""
+    """Run `write` on all workers. If none fails, forget prefixes, relabel, add "pause_s" to answer 0."""
     started = time.perf_counter()
     answers = write()
     if any("error" in answer for answer in answers):

@@ -10,7 +10,7 @@ Version 41 made tokens 0 to 30 of the completion, version 42 made tokens 31 to 6
 choices, ";" separates them, in order. The syncs (the trainer's own numbers) are for the same tokens; weights
 that were never published have no sync. The other three headers describe the oldest version of all tokens.
 vLLM has these spans since 0.32, and returns them since 0.33 to clients of `/v1/` that ask for them
-(`return_weight_versions`). Here all clients get them: a patch notes the spans in what `AsyncLLM.generate`
+(`return_weight_versions`). Here all clients get the spans: a patch notes them in what `AsyncLLM.generate`
 returns. An older vLLM has no spans: the three headers then name the version that was served when the request
 came.
 """
@@ -37,8 +37,8 @@ _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices 
 class VersionHeaders:
     """ASGI middleware that adds the headers when a response begins.
 
-    A streamed response begins before its versions are known. Its headers name only the version that was
-    served when the request came. No token is of an older one, unless the owner goes back to one meanwhile.
+    A streamed response begins before its versions are known. Its headers name only the version served when
+    the request came. Its tokens are of this version or newer, unless the owner goes back to an older one.
     """
 
     def __init__(self, app: Any, serving: Callable[[], Manifest | None]) -> None:

@@ -1,19 +1,19 @@
 """Patches vLLM's CPU backend, so that it computes from live weights; `compat.toml` lists the places.
 
-1. After loading, the backend packs every Linear into an opaque oneDNN handle and drops the weight (embeddings
-   compute from a packed copy), so later writes to the weight have no effect. `install` makes it compute from
-   the live weight, and in float32 where that is faster, as on CPUs without AVX-512.
+1. After loading, the backend packs Linears, mostly into an opaque oneDNN handle, and drops the weight (LM
+   heads keep it but use a packed one), so later writes have no effect. `install` makes it compute from the
+   live weight, and in float32 where that is faster, as on CPUs without AVX-512.
 2. The backend also packs the experts of a mixture of experts (MoE). `install` leaves them as loaded, and
    computes the chosen experts one after the other: exact and simple, but slower than vLLM's packed kernel.
 3. It packs the weights of short convolutions (for example in gated delta nets) in place. `install` leaves
    them as loaded, and tells the kernels that they are not packed.
 4. If the prefill of a seeded request is split, vLLM sets the request's random generator back by an offset,
    which ends the engine on a CPU. TRL seeds every request. `install` hides the generator meanwhile.
-5. vLLM inspects a model's class in another process, for CUDA's sake. With an empty cache, importing vLLM
-   there takes ten seconds at each start. `install` lets vLLM inspect the class in its own process.
+5. vLLM inspects a model's class in another process, for CUDA's sake. If its cache of inspections is empty, as
+   in a new container, that process imports vLLM for ten seconds. `install` lets vLLM's own process inspect.
 6. An RMS norm takes ten operations, a tenth of a small model's time. `install` replaces them by one kernel.
 
-`self_test` raises an error if patch 1 or 2 has no effect. If patch 3 has none, `routes` finds packed weights.
+`self_test` raises an error if patch 1 or 2 has no effect. `routes` refuses a model with packed convolutions.
 """
 
 import math
@@ -65,7 +65,7 @@ def self_test(model: torch.nn.Module) -> None:
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "cpu_linear")]
     for name, module in layers:
         linear, weight = module.cpu_linear, module.weight
-        live = linear is functional.linear  # vLLM does not pack a few layers: each call passes their weight
+        live = linear is functional.linear  # vLLM leaves a few layers unpacked: each call passes the weight
         if isinstance(linear, _LiveLinear):
             live = linear.memory.is_set_to(weight.data)
         if weight.ndim == 2 and not (live and weight.numel()):
@@ -106,7 +106,7 @@ class _LiveLinear:
 
 
 def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias` of bf16 tensors, computed in float32, for a tile of both at a time."""
+    """`x @ weight.T + bias` of bf16 in float32: a tile of `weight` and a block of rows of `x` at a time."""
     wide, tile = x.reshape(-1, x.shape[-1]).float(), max(1, _TILE // weight.shape[1])
     out = x.new_empty(len(wide), len(weight))
     for start in range(0, len(weight), tile):
@@ -120,9 +120,7 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 @cache
 def _rows_in_bf16() -> float:
     """The number of input rows up to which this CPU is faster in bf16 than in float32, measured once.
-
-    It is infinity, or a few on a CPU without AVX-512.
-    """
+    Infinity if bf16 is always faster; else 0 to 16, as on a CPU without AVX-512."""
     weight = torch.ones(512, 512, dtype=torch.bfloat16)
     for rows in (_MANY, 16, 8, 4, 2, 1):
         x = torch.ones(rows, 512, dtype=torch.bfloat16)

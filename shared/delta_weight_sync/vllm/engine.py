@@ -126,7 +126,7 @@ class Engine:
         self._wait(self._client.update_weight_version(label))
 
     def _take(self, digest: str, label: str, **what: Any) -> Seconds:
-        """Stage and commit. If a worker is in its engine's process, "stage" commits, too: see `_step_commit`.
+        """Stage and commit. "stage" commits, too, if vLLM is not paused and a worker is in its engine.
 
         Other workers are processes that answer one call at a time. They are polled, because a call that
         waited for the stage would block them.

@@ -203,7 +203,7 @@ class DeviceMemory:
             (self._rows,) = self._upload([table.rows])
             self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
         counts = table.parts[:, 2]
-        if counts.any():  # a change of 0 compiles everything now, not in the first commit's pause
+        if counts.any():  # a change of 0 compiles a commit's kernels now, not in the first pause
             row, one = np.array([counts.argmax()]), np.ones(1, np.int64)
             write, _ = self.prepare(memory.Changes(row, one, np.zeros(1, np.int32), np.zeros(1, np.uint16)))
             write.do()
@@ -269,7 +269,7 @@ class DeviceMemory:
         return int(read(self._cells.sum()))  # waits for the kernels
 
     def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
-        """Copy arrays to the device, or to pinned memory if they and `also` bytes take too much there."""
+        """Copy arrays to the device; if they and `also` bytes are too much for it, to pinned host memory."""
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]).tolist()
         whole = self._pinned(starts[-1], torch.uint8)
         for start, array in zip(starts, arrays, strict=False):

@@ -54,7 +54,7 @@ class Table:
 
     `rows`: int64 [rows, COLUMNS]; a piece with too many elements or dimensions has several rows. `number`:
     checkpoint name -> 0, 1, 2, ... Tensor n has the rows from `starts[n]` up to `starts[n + 1]`. The number
-    after the last tensor's has no rows.
+    after the last stands for tensors that are not in the table; it has no rows.
     """
 
     def __init__(self, routes: Mapping[str, Route], owned: Mapping[str, Sequence[int]]) -> None:
@@ -104,7 +104,7 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 
 @kernel
 def _bounds(rows: Rows, found: Index, index: Index) -> None:
-    """Narrow each part's range of `index` to what its row can hold."""
+    """Narrow each part's range of `index` to what its row can hold. `found`: as for `_find`."""
     for p in range(found.shape[1]):
         row, low, high = rows[found[0, p]], found[1, p], found[2, p]
         near, end = index[low:high], row[FIRST] + 1
@@ -186,7 +186,7 @@ class Changes(NamedTuple):
 
 
 def find(decoded: Iterable[Decoded], table: Table) -> Iterator[Changes]:
-    """Find the changes of a delta in the table; tensors that are not in it are left out."""
+    """Find the changes of a delta in the table; changes of tensors that the table lacks are left out."""
     nowhere = repeat(len(table.number))
     for part in decoded:
         names, changes, index = part.names, part.changes, part.index
@@ -228,7 +228,7 @@ class HostMemory:
         ends = table.parts[:, 2].cumsum()
         shares = np.linspace(0, ends[-1] if ends.size else 0, SLICES + 1)
         self._cuts, self._turn = np.append(np.searchsorted(ends, shares[:-1]), ends.size), 0
-        self.prepare(Changes.joined(()))[0].do()  # compile everything now, not in the first commit's pause
+        self.prepare(Changes.joined(()))[0].do()  # compile a commit's kernels now, not in its pause
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""

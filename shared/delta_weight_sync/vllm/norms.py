@@ -42,9 +42,9 @@ def normalize(
 ) -> None:
     """Write x / rms(x) * weight to `out`.
 
-    `addresses`: of x, residual, weight and out. `shape`: rows, columns, elements of a vector, and the
-    distances in x from row to row and from column to column. If the residual's address is not 0, x + residual
-    replaces x, and is written to the residual.
+    `addresses`: of x, residual, weight and out. `shape`: rows, columns, elements of a vector, and how many
+    elements of x lie from row to row and from column to column. If the residual's address is not 0,
+    x + residual replaces x, and is written to the residual.
     """
     x, residual, weight, out = addresses
     rows, columns, size, row, column = shape

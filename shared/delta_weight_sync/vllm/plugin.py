@@ -20,7 +20,7 @@ _log = logging.getLogger(NAME)
 def register() -> None:
     """Patch this process of vLLM, which may call this more than once.
 
-    Raises `CompatibilityError` if VLLM_PLUGINS names this plugin and vLLM lacks what the plugin needs.
+    Raises `CompatibilityError` if vLLM lacks what the plugin needs; exits if the run's settings are wrong.
     """
     if not _log.handlers:  # without a handler of the program's own, vLLM's server would drop our lines
         _log.parent = logging.getLogger("vllm")
@@ -29,8 +29,8 @@ def register() -> None:
         if "DELTA_WEIGHT_SYNC_RUN" in os.environ and parent is None:
             _log.warning("this vLLM follows no run: DELTA_WEIGHT_SYNC_RUN also needs VLLM_PLUGINS=%s", NAME)
         return
-    # vLLM's processes have several busy threads. By default, Python switches between them every 5 ms: at each
-    # of their many short calls, the follower, a stage or generation could wait that long.
+    # vLLM's processes have several busy threads. By default, Python lets each run for 5 ms before another,
+    # so each short call of the follower, of a stage or of generation could wait that long.
     sys.setswitchinterval(0.0005)
     if parent is None and "DELTA_WEIGHT_SYNC_RUN" in os.environ:
         from delta_weight_sync.vllm.server import check, settings_from

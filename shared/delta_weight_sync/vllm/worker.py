@@ -7,12 +7,12 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins, in a thread
     delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, from any live weights
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
-    delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "pause_s"}
+    delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s"}
 
 Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging computes the
 digest that the changes lead to. A commit whose digest would be wrong writes nothing. A commit that fails on
 any worker is undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was
-under way, which is not a pause.
+under way; it is not part of `commit_s`, or of the pause that `_step_commit` measures.
 
 Every commit reads back what it wrote. To notice other code that writes to the live parameters, a worker
 hashes them again: on a GPU all of them at each stage, on a CPU slice by slice, all within `RECHECK_S`. If a
@@ -61,7 +61,7 @@ Memory: TypeAlias = "HostMemory | DeviceMemory"
 
 
 class Ranks:
-    """The workers of a replica, seen from one of them; all of them must construct theirs at the same time.
+    """The workers of a replica, seen from one of them. All must construct their `Ranks` at the same time.
 
     Staging runs in a thread next to vLLM's own collectives, so it has its own process group, on the host.
     """
@@ -79,7 +79,7 @@ class Ranks:
         return everyone
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """Join all workers' parts, int16 on the host; each element is zero on all workers but one."""
+        """Join all workers' parts (int16) on the host. Each element is zero on all workers but one."""
         if self._group is None:
             return part.cpu()
         together = part.cpu().clone()
@@ -117,11 +117,11 @@ class Fallback:
             raise errors.RouteError(f"loading {names} again changed {changed[0]}: serve another model")
 
     def digest(self) -> int:
-        """The share of these tensors in the digest. Only one rank may add it."""
+        """The share of these tensors in the digest: to be added once, not for each rank."""
         return state_digest(self.bits)
 
     def stage(self, patches: Sequence[Patch]) -> tuple[Step, int]:
-        """The step that loads the patched tensors, and the change of the digest, which one rank may add."""
+        """The step that loads the patched tensors, and the change of the digest, to be added once as well."""
         old = {patch.name: self.bits[patch.name] for patch in patches}
         new = {name: bits.copy() for name, bits in old.items()}
         for patch in patches:
@@ -129,14 +129,14 @@ class Fallback:
         return Step(lambda: self._write(new), lambda: self._write(old)), state_digest(new) - state_digest(old)
 
     def _write(self, tensors: Mapping[str, Bits]) -> tuple[int, float]:
-        """Replace `tensors` in the copy and load the whole copy. The model holds no bits to read back."""
+        """Replace `tensors` in the copy and load all of it. Read nothing back: the model has other bits."""
         self.bits |= tensors
         if tensors:
             self._load()
         return 0, 0.0
 
     def _load(self) -> None:
-        """Load all tensors in one call, because a loader may combine several. It may change its copies."""
+        """Load all tensors in one call, because a loader may combine several. It may change what it gets."""
         from vllm.model_executor.model_loader import checkpoint_weight_patch as native
 
         values = {
@@ -176,7 +176,7 @@ class LiveWeights:
         self.memory = memory_of(self._table)
 
     def digest(self, *, known: bool = False) -> int:
-        """Digest of the live parameters of all workers. `known`: from earlier readings, without reading."""
+        """Digest of the live parameters of all workers. `known`: as in `known_digest`."""
         mine = self.memory.known_digest() if known else self.memory.digest()
         return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
 
@@ -241,7 +241,7 @@ def memory_of(table: Table) -> Memory:
 
 
 def warm_up(device: torch.device) -> Staged:
-    """Compile the kernels that read and write parameters, by using them on tensors of every layout."""
+    """Compile the kernels that hash and write parameters, by using them on tensors of every layout."""
     layouts = {"flat": ((9001,), (1,)), "turned": ((48, 160), (1, 48)), "odd": ((7, 5, 6), (1, 42, 7))}
     learned: dict[str, Route] = {}
     for name, (sizes, strides) in layouts.items():
