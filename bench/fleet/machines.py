@@ -404,7 +404,9 @@ class Fleet:
             self.clock.spawn(self._deaths, "deaths")
 
     def _start(self, number: int) -> None:
-        replica = self.replicas[number] = Replica(self, number, self._folder)
+        folder = self._folder / f"{number}"
+        folder.mkdir(exist_ok=True)
+        replica = self.replicas[number] = Replica(self, number, folder)
         self.clock.spawn(replica.start, replica)
 
     def _deaths(self) -> None:

@@ -91,7 +91,7 @@ def test_a_norm_in_one_kernel_is_that_of_vllm(heads):
 
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(),
-    reason="vLLM packs the weights of convolutions only on CPUs with AVX-512 for bf16",
+    reason="vLLM has kernels of short convolutions, packed or not, only for CPUs with AVX-512 for bf16",
 )
 def test_a_convolution_from_the_live_weight_is_that_from_the_packed_one():
     torch.manual_seed(0)

@@ -34,7 +34,6 @@ from trainer.deploy.plan import MARK, SpacePlan, files
 
 PAGE = "-page"  # ends the name of the static Space, which runs nothing
 PAUSED = ("PAUSED", "STOPPED")
-ASLEEP = ("SLEEPING", *PAUSED)
 FAILED = ("NO_APP_FILE", "CONFIG_ERROR", "BUILD_ERROR", "RUNTIME_ERROR")
 _UP = ("healthy", "serving", spaces.NO_VERSION_YET)
 TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface.co/settings/billing"

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Kind, Problems, RunReader
 from delta_weight_sync.records import (
@@ -116,7 +115,9 @@ class RunWriter:
         if newest.version < self._intact + _EVERY:
             return False
         there = {info.key: info for info in self.bucket.list(self.keys.folder)}
-        files = [f for f in newest.recipe().files if self.assets or _is_weights(f)]  # what it can store again
+        files = newest.recipe().files
+        if not self.assets:  # without the base model, only weights and deltas can be stored again
+            files = tuple(file for file in files if file.name.endswith(".safetensors"))
         listed = {file.key: there.get(file.key) for file in files}
         damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
         if not damaged:
@@ -128,7 +129,7 @@ class RunWriter:
             return True
         if before := self._listed.get(file.key):
             return now.etag != before.etag
-        if _is_weights(file):
+        if file.name.endswith(".safetensors"):
             return False
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -272,10 +273,6 @@ class RunWriter:
     def _reference(self, manifest: Manifest) -> FileRef:
         writer = Writer(manifest.writer_term, manifest.writer)
         return reference(self.keys.manifest(manifest.version, writer), manifest)
-
-
-def _is_weights(file: FileRef) -> bool:
-    return isinstance(file, DeltaRef) or file.name == WEIGHTS
 
 
 def _delta(key: str, data: bytes, base: int, version: int, changed: int) -> DeltaRef:
