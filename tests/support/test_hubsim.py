@@ -70,16 +70,14 @@ def visit(api: HfApi, space: str, token: str | None = "hf_read") -> httpx.Respon
         (False, "user", None, 401, "Invalid username or password"),
     ],
 )
-def test_who_may_not_make_a_space_is_told_why(
-    api: HfApi, token: str | bool, owner: str, hardware: str | None, status: int, words: str
-) -> None:
+def test_who_may_not_make_a_space_is_told_why(api, token, owner, hardware, status, words):
     how = {"repo_type": "space", "space_sdk": "docker", "space_hardware": hardware, "token": token}
     with pytest.raises(HfHubHTTPError, match=words) as caught:
         api.create_repo(f"{owner}/{uuid4().hex}", **how)
     assert caught.value.response.status_code == status
 
 
-def test_nobody_else_sees_a_private_space(api: HfApi, running: str) -> None:
+def test_nobody_else_sees_a_private_space(api, running):
     assert running in {space.id for space in api.list_spaces(author="team", token="hf_read")}
     assert running not in {space.id for space in api.list_spaces(author="team", token="hf_free")}
     with pytest.raises(RepositoryNotFoundError):
@@ -89,13 +87,13 @@ def test_nobody_else_sees_a_private_space(api: HfApi, running: str) -> None:
     assert not api.space_info(running, token="hf_free").private
 
 
-def test_a_readme_that_the_hub_would_refuse_is_refused(api: HfApi, space: str, folder: Path) -> None:
+def test_a_readme_that_the_hub_would_refuse_is_refused(api, space, folder):
     (folder / "README.md").write_text("---\ntitle: x\nsdk: docker\ncolorFrom: teal\n---\n")
     with pytest.raises(ValueError, match='"colorFrom" must be one of'):
         api.upload_folder(repo_id=space, folder_path=folder, repo_type="space")
 
 
-def test_the_storage_refuses_what_was_not_granted(hub: HubSim, hub_env: None) -> None:
+def test_the_storage_refuses_what_was_not_granted(hub, hub_env):
     """As xet-core's pages say: a block needs a grant, its headers and its length, and a commit its data."""
     right = {"Authorization": "Bearer xet-write"}
     with httpx.Client(base_url=f"{hub.url}/cas/v1", trust_env=False) as client:
