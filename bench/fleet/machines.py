@@ -291,16 +291,12 @@ class Replica(follower.Follower):
     def explain(self, error: Exception | None) -> str:
         """As in `Follower`; a fault of the simulator ends the simulation."""
         if error and not isinstance(error, DeltaWeightSyncError):
-            self.fleet.clock.call(0.0, functools.partial(_raise, error))
+            raise error
         return super().explain(error)
 
     def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
         super()._serve(manifest, *seconds, joined=joined)
         self.fleet.served(self, manifest)
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 class Fleet:
