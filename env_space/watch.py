@@ -95,7 +95,7 @@ class Replica:
 
 
 def replica_headers(url: str, key: str) -> dict[str, str]:
-    """The credentials for the replica at `url`: its key, and for a Space of the same owner the Hub token."""
+    """The replica's `key`, and the Hub token if `url` begins like those of this owner's Spaces."""
     owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # hyphens, as in host names
     space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
     same_owner = owner and re.fullmatch(space, url, re.IGNORECASE)
@@ -115,7 +115,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
 
     @app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))
     async def watch(request: Request) -> StreamingResponse:
-        """Stream a game that the policy plays: `opened`, a `turn` per move, then `ended` or `problem`."""
+        """Stream a game that the policy plays: `opened`, a `turn` per answer, then `ended` or `problem`."""
         if settings.replica_url is None:
             raise GameError(404, "No policy is connected: set WORDLE_REPLICA_URL to the replica's address.")
         seed, client = secrets.randbits(31), client_address(request.scope)

@@ -203,8 +203,7 @@ def syncs_of(sample: TracedSample) -> set[int]:
 
 
 def of_one_version(sample: TracedSample) -> Mask:
-    """Which trained tokens have the sync of their answer's first token. The engine computed them with keys
-    and values of one version only."""
+    """Which trained tokens have their answer's first sync: the engine used keys and values of one version."""
     own = trained(sample)
     begins = own & ~np.concatenate([[False], own[:-1]])
     answer = np.maximum.accumulate(np.where(begins, np.arange(len(own)), 0))

@@ -1,4 +1,4 @@
-"""Reads the bucket once for all viewers: the live page, and what they open on demand.
+"""Reads for the dashboard, once for all viewers: what the live page shows, and what one of them opens.
 
 `RunCache` follows the run in one thread. `Library` answers from caches. `RateLimitedBucket` limits what
 visitors make the dashboard read, because replicas and the trainer need the owner's quota.
@@ -33,13 +33,13 @@ FAILED_S = 300.0  # seconds until a damaged object is read again: it may have be
 MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
 WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's own
-CALLS = 240  # per window. One call makes up to three requests; the Hub allows a free user 1,000 per window
+CALLS = 240  # per window, each of up to three requests; the Hub allows a free user 1,000, and 5,000 for files
 BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10
 _DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica still serves
-_MANIFESTS, _PROOFS = 256, 4096  # kept in memory
-_TENSORS = 200_000  # that all opened deltas in memory may list together; each takes about 300 bytes
+_MANIFESTS, _PROOFS = 256, 4096  # answers kept in memory
+_TENSORS = 200_000  # most tensors in all opened deltas in memory together; each takes about 300 bytes
 _DISK = 1_000_000_000  # bytes of objects kept for further downloads
 
 Pause = Callable[[float, threading.Event | None], object]  # waits that long, or until something happens
@@ -69,7 +69,7 @@ class RunCache:
     """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
     Args:
-        run: The run to follow. None: of the first runs that it finds, the one created last; it stays with it.
+        run: The run to follow. None: the newest when it first finds any, until its run.json is gone.
         own_status: Returns the status of the replica that hosts this dashboard. The page shows it instead of
             the one in the log.
         pause: Waits between two readings.
@@ -281,8 +281,7 @@ class Library:
         return name
 
     def objects(self) -> Listing:
-        """List the run's objects. A listing is used again for `LIST_EVERY_S` seconds per page, and
-        longer while the rate limit is exceeded."""
+        """The run's objects, listed again after `LIST_EVERY_S` seconds per page, if the limit allows it."""
         with self._lock:
             at, run, listing = self._listed
             if run == self.run and self._clock() - at <= LIST_EVERY_S * (1 + len(listing) // _PAGE):
@@ -334,7 +333,7 @@ class Library:
 
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()
-        if way.size > MAX_REBUILD:  # sizes of files, because a manifest can claim any `full_bytes`
+        if way.size > MAX_REBUILD:  # the size of its files, because a manifest can claim any `full_bytes`
             raise errors.ProtocolError(
                 "this model is too large to be rebuilt here:"
                 f" run delta-weight-sync verify {self.bucket.url}#{self.run}"
@@ -352,8 +351,8 @@ class RateLimitError(errors.BucketError):
 
 
 class RateLimitedBucket:
-    """A bucket that visitors share, for reading only: calls and bytes are limited in each `WINDOW_S` seconds.
-    After a quiet time, visitors can use up to twice this in one window."""
+    """A bucket that visitors share, for reading only. Each `WINDOW_S` seconds allow `CALLS` calls, and
+    `BYTES` bytes for `fetch`; after a quiet time, up to twice as much."""
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
         self._bucket, self.url, self._lock = bucket, bucket.url, threading.Lock()
@@ -367,6 +366,8 @@ class RateLimitedBucket:
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download an object. All of `limit` is charged, whatever the object's size."""
+        if limit > BYTES:
+            raise errors.ProtocolError(f"{key} is too large for this page: fetch it from {self.url}")
         self._spend(limit)
         return self._bucket.fetch(key, dest, limit)
 

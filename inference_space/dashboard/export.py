@@ -28,7 +28,7 @@ from inference_space.dashboard.page import body, render
 from inference_space.dashboard.state import Progress, RunState, moments
 
 WEB = Path(__file__).parents[2] / "web"
-_PAGES = 8  # of the view Bucket that are exported
+_PAGES = 8  # pages of the view Bucket that are exported
 MAX_COPY = 100_000_000  # bytes of a run that are exported for the replica in a browser
 
 

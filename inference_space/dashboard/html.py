@@ -18,7 +18,7 @@ STATIC = Path(__file__).parent / "static"
 _STYLES = ("style.css", "explain.css", "shell.css")
 # Each script needs those before it.
 _SCRIPTS = "formulas stage ship rounding landing sync explain controls shell hover".split()  # noqa: SIM905
-_COLOURS = 6  # of replicas, before they repeat
+_COLOURS = 6  # different colours of replicas
 _GUESS = re.compile(r"(?:([a-z])\d([+?-]))+")
 _LETTER = re.compile(r"([a-z])\d([+?-])")
 _MARK = {"+": ("hit", "in place"), "?": ("near", "elsewhere"), "-": ("miss", "not in the word")}

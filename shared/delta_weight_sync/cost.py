@@ -4,9 +4,9 @@ docs/limits-and-costs.md explains how sizes are computed, and from what.
 
 Seconds. The trainer waits for the diff only, and each rank compares its own shard. Rank 0 encodes and uploads
 in the background, one version at a time; jumps and anchors use a part of its link. A replica takes one
-version after another: it fetches and decodes it (each worker all of it), computes the digest and places the
-changes (each worker its own part), and commits. The slower side sets the pace, and a slow publisher merges
-steps. Encoding and decoding use up to half of the cores.
+version after another. It fetches the delta, which every worker decodes completely. Each worker then finds the
+places of its own part of the changes, with their digest, and all commit. The slower side sets the pace, and a
+slow publisher merges steps. Encoding and decoding use up to half of the cores.
 
 Rates come from `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests compare them
 with that file: the table of sizes within 1 %, seconds within a factor of two.
@@ -130,7 +130,7 @@ TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, the poll of HEAD included
 # Further requests for a delta of more bytes: (all that wait in turn, those for files, those to the API).
 _LATER: Final = ((DIRECT, (5, 1, 2)), (SMALL, (2, 1, 0)))
-_POLLS: Final = 2  # of HEAD for each version that the Hub announces: immediately, and an interval later
+_POLLS: Final = 2  # polls of HEAD for a version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
 API_ALLOWED: Final = "free 1,000, PRO 2,500, Team 3,000"
@@ -215,7 +215,7 @@ class Plan:
         self.anchor_every = recipe.anchor_every()
         self.trainer_ranks = math.ceil(TRAINER_BYTES * params / GPU_BYTES)
         self.replica_workers = math.ceil(REPLICA_BYTES * params / GPU_BYTES)
-        self.threads = util.threads(asked.cores)  # that encode or decode
+        self.threads = util.threads(asked.cores)  # threads that encode or decode
 
         # One sync.
         changes, decode = self.changes, DECODE[asked.encoding]

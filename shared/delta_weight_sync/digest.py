@@ -6,9 +6,9 @@
 `bits` is the bf16 pattern as an unsigned integer, `i` the row-major position, `mix(i)` the i-th output of
 splitmix64 with seed 0 (Steele, Lea & Flood, 2014), `seed(t)` the first eight bytes of sha256(name). The sum
 does not depend on order, so replicas can hash shards in any layout; changing an element from `a` to `b` adds
-`r * (b - a)`. In a block of 4096 elements the sum, of products with 32-bit factors, stays below 2^60, so
-vector instructions can compute it. The digest always detects one wrong element, and overlooks several with a
-probability of about 2^-48. It guards against mistakes; the manifest's sha256 guards against tampering.
+`r * (b - a)`. Within a block of 4096 elements the factors have 32 bits. So the block's sum stays below 2^60,
+and vector instructions can compute it. The digest always detects one wrong element; several may cancel each
+other by chance. It guards against mistakes; the manifest's sha256 guards against tampering.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ INNER: NDArray[np.uint32] = _mix(np.arange(BLOCK, dtype=np.uint64)).astype(np.ui
 
 @kernel
 def _hash_block(bits: Bits, factors: NDArray[np.uint32]) -> np.uint64:
-    """Hash a part of one block. The parts are slices: numba vectorises only a loop that begins at index 0."""
+    """Hash a part of one block. Pass slices, because numba vectorises only a loop that begins at index 0."""
     total = np.uint64(0)
     for j in range(bits.size):
         total += np.uint64(factors[j]) * np.uint64(bits[j])
@@ -72,7 +72,7 @@ def hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint6
 def add_at(
     bits: Bits, at: Index, ulps: Bits, index: Index, first: int, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
-    """Add `ulps` to `bits[at]`, the tensor's elements `first + index`; returns how the digest changes."""
+    """Add `ulps` to `bits[at]`, the bits of elements `first + index`. Returns how the digest changes."""
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
         i = np.uint64(first + index[j])

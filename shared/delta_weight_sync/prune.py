@@ -1,8 +1,8 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
-This is safe while a writer and readers use the run. Files of versions published less than `GRACE_S` seconds
-ago stay, because readers may still fetch them. Files of a version that is being published stay, too, as do
-HEADs, log and trainer states. The time counts from the run's newest object: a finished run does not age.
+This is safe while a writer and readers use the run. Objects written in the `GRACE_S` seconds before the run's
+newest object stay, with all files that a manifest among them names: readers may still fetch them. Files of a
+version that is being published stay, too, as do HEADs, log and trainer states. A finished run does not age.
 """
 
 import re
@@ -24,7 +24,7 @@ _UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "H": 3600.0, "D": 
 
 @dataclass(frozen=True)
 class Keep:
-    """What to keep: the newest versions that fit into `size` bytes, or those of the last `age_s` seconds."""
+    """What to keep: newest versions within `size` bytes, or all of the `age_s` seconds before the last."""
 
     size: float = float("inf")
     age_s: float = float("inf")
@@ -83,7 +83,7 @@ class Pruner:
             spare: Keys to keep because the next manifest will name them.
             reserve: Bytes of the budget to leave free.
         """
-        newest = self._reader.newest()  # before the listing, so that objects added meanwhile are newer
+        newest = self._reader.newest()  # before the listing: then a later version counts as in progress
         if newest is None:
             return None
         infos = {info.key: info for info in self._reader.bucket.list(self._reader.keys.folder)}
@@ -98,7 +98,7 @@ class Pruner:
             return info is None or info.written is None or info.written > young
 
         def lasts(key: str) -> bool:
-            """Whether an object stays anyway: of no version, young, or perhaps of a version in progress."""
+            """Whether it stays anyway: it is of no version, young, or perhaps of a version in progress."""
             part = version_key(key)
             coming = part is not None and part.written_by(writer) and part.version > newest.version
             return part is None or is_young(key) or coming

@@ -14,7 +14,7 @@ from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head
 
 FIRST_S = 1.0  # wait after the first failure; each further failure doubles it
 LONGEST_S = 600.0
-_LIST_EVERY = 30  # at least one poll in 30 lists all HEADs; to ask for one is allowed more often on the Hub
+_LIST_EVERY = 30  # at least one poll in 30 lists all HEADs; the Hub allows more requests for one HEAD
 _AHEAD = 3  # deltas of further versions that are fetched before a manifest names them
 _STORE = "the store"
 
@@ -57,14 +57,14 @@ class Watcher:
         self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
         self._skipped: Problems = {}  # records that were skipped to find the newest version
         self._skipped_heads: Problems = {}
-        # Delay after: no answer; a failure with these HEADs; a failure with this version; damaged HEADs.
+        # Delays after: no answer; HEADs that led to a failure; a version that cannot be used; damaged HEADs.
         self._asking, self._finding, self._using, self._mending = (Backoff() for _ in range(4))
-        self._answered, self._fruitful = False, True  # `_fruitful`: the last poll when notified found news
+        self._answered, self._fruitful = False, True  # `_fruitful`: whether the last prompted poll found news
         self._newest = seen
         self.reset(seen.rank if seen else None)
 
     def refresh(self) -> None:
-        """Make the next `check` poll and take any version as new, except those older than one seen before."""
+        """Make the next `check` poll, and accept any version that is not older than one seen before."""
         for each in (self._notifications, self._finding, self._using, self._mending):
             each.reset()
         self._key, self._polls, self._empty = "", 0, 0
@@ -147,7 +147,7 @@ class Watcher:
         if head is None:
             if not self._mending.allows(_STORE):  # damaged HEADs may change each second
                 return None
-            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without HEADs, rebuild one seldom
+            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without HEADs, rarely rebuild one
                 self._skipped_heads = {}
                 head = self._reader.head(floor=self._head_floor, problems=self._skipped_heads)
         if head and head.version and head.version > following:
@@ -166,8 +166,8 @@ class Watcher:
         return manifest
 
     def _fetch_ahead(self, version: int, *others: str) -> None:
-        """Begin to read what leads from the newest known version to `version`; its keys can be predicted. A
-        folder is read faster than threads start, so nothing is fetched ahead from it."""
+        """Begin to read what leads from the newest known version to `version`: objects with predictable keys.
+        A folder is read faster than threads start, so nothing is fetched ahead from it."""
         folder = self._reader.bucket.url.startswith("file:")
         if self._newest and not folder and (writer := head_writer(self._key)):
             keys, first = self._reader.keys, self._newest.version + 1
@@ -191,7 +191,7 @@ class Watcher:
         with contextlib.suppress(ProtocolError, ObjectMissingError):
             if writer := head_writer(self._key):
                 head = self._reader.head_of(writer, self._head_floor)
-                if head.rank == self._head_floor:  # it may be older than its etag: read it again
+                if head.rank == self._head_floor:  # perhaps read before its etag changed: read it again
                     head = self._reader.head_of(writer, self._head_floor)
                 self._skipped_heads.pop(self._key, None)
                 return head

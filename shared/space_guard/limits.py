@@ -58,7 +58,7 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: float  # to receive a head, counted from the connection; a later one from its first byte
+    request_s: float  # seconds for a head, counted from the connection; for a later head, from its first byte
     unread_s: float  # seconds in which the client must read some of its answer
     head_bytes: int  # of a request, its body not counted
     keep_active: bool  # a visitor's connection is safe from eviction while its request is answered

@@ -17,7 +17,7 @@ _KEY_HEADER = KEY_HEADER.lower().encode()
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
 SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
 CLOSE = {"Connection": "close"}  # for refusals that leave the rest of the body unread
-_EXCESS = 8 << 20  # bytes read beyond the limit: a client that is still sending may not read the refusal
+_EXCESS = 8 << 20  # bytes read beyond the limit: many clients read a refusal only after they sent all
 
 
 class Problem(BaseModel):
@@ -93,14 +93,14 @@ def replay(body: bytes, receive: Receive) -> Receive:
 class RateLimit:
     """A budget per client: it grows by `per_second`, and a client can save up at most `burst`."""
 
-    _MAX_CLIENTS = 4096  # the client whose last request is oldest is forgotten first
+    _MAX_CLIENTS = 4096  # beyond this, the client that was charged longest ago is forgotten
 
     def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_second, self._ahead_s, self._clock = per_second, burst / per_second, clock
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
     def spend(self, client: str, cost: float) -> float:
-        """Charge a client. If it spends too fast, charge nothing and return the seconds until it can pay."""
+        """Charge a client `cost` (at most `burst`). Returns 0, or the seconds until it can pay, uncharged."""
         now = self._clock()
         until = max(now, self._paid_until.get(client, now)) + cost / self._per_second
         if until > now + self._ahead_s:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync.errors import BucketError, BucketMissingError, ObjectMissingError
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import DIRECT, Bucket, open_bucket
 from tests.support.buckets import KEY, every_operation
 
 WRITER = """
@@ -110,6 +110,18 @@ def test_a_missing_object_is_named_and_a_failed_fetch_leaves_the_old_file_and_no
             read(KEY)
     assert dest.read_bytes() == b"old weights"
     assert list(dest.parent.iterdir()) == [dest]
+
+
+def test_a_local_file_that_cannot_be_used_is_no_fault_of_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put(KEY, b"weights")
+    (tmp_path / "file").touch()
+    for source in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(OSError, match=str(source)):
+            bucket.put(KEY, source)
+    for limit in (9, DIRECT + 1):
+        with pytest.raises(OSError, match=str(tmp_path / "file")):
+            bucket.fetch(KEY, tmp_path / "file" / "weights", limit)
+    assert bucket.get(KEY) == b"weights"
 
 
 @every_operation

@@ -344,7 +344,7 @@ def test_a_shared_quota_slows_polling_and_ends_in_a_pause(bucket, hub, monkeypat
         bucket.stat(HEAD)
         assert other.stat(HEAD) is None, "somebody else with this token"
         paces.append(feed.describe(1.0))
-    assert "because the token's quota of requests is shared" in paces[-1]
+    assert "so that the token's quota of requests lasts" in paces[-1]
     with pytest.raises(BucketError, match="answered 429"):
         [bucket.stat(HEAD) for _ in range(20)]
     assert feed.describe(1.0).endswith("the store refused further requests with this token")

@@ -61,6 +61,7 @@ def test_interrupts_stop_every_process(tmp_path, sign, often):
         process.send_signal(sign)
         time.sleep(0.02)
     assert complaint_of(process) == "stopped; all its processes have ended\n"
+    assert process.returncode == 130
     assert left_of(tmp_path) == []
 
 

@@ -61,7 +61,8 @@ def main() -> None:
     try:
         run_demo(arguments.policy, arguments.folder.resolve(), arguments.port, arguments.minutes)
     except KeyboardInterrupt:
-        sys.exit("stopped; all its processes have ended")
+        print("stopped; all its processes have ended", file=sys.stderr)
+        sys.exit(130)
     except ChildError as error:
         sys.exit(f"demo: {error}")
 

@@ -76,7 +76,7 @@ def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, 
     medians |= {name: [getattr(e, name) for e in commits] for name in ("pause_ms", "commit_ms", "lag_s")}
     return {
         "model": model,
-        "syncs": max(0, len(syncs) - 1),  # version 0 is the base, not a sync
+        "syncs": max(0, len(syncs) - 1),  # without version 0, which is published before the first step
         "full_bytes": max((sync.full_bytes for sync in syncs), default=0),
         "steps": len(rewards),
         "reward_first": mean(rewards[:tenth] or [0.0]),
@@ -102,8 +102,8 @@ def table(summary: dict[str, Any]) -> str:
         "reward": f"{s['reward_first']:.3f} -> {s['reward_last']:.3f}{few}",
         "changed per sync": f"{100 * s['changed']:.2f} % of the weights (medians, here and below)",
         "payload per sync": size_text(payload) + smaller,
-        "pause": f"{s['pause_ms']:.0f} ms, {s['commit_ms']:.1f} ms of it the commit",
-        "hand-over to HEAD": f"{s['publish_s']:.2f} s; to the replica's commit {s['lag_s']:.2f} s",
+        "pause": f"{s['pause_ms']:.1f} ms, {s['commit_ms']:.1f} ms of it the commit",
+        "from hand-over": f"{s['publish_s']:.2f} s to HEAD, {s['lag_s']:.2f} s to the replica's commit",
         "trainer digest": s["digest"],
         "replicas": ", ".join(f"{name} at v{v} ({digest})" for name, (v, digest) in s["replicas"].items()),
         "verified": "yes: live weights equal the trainer's" if s["verified"] else "NO",

@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> None:
     except DeployError as error:
         sys.exit(f"deploy: {error}")
     except KeyboardInterrupt:
-        sys.exit("deploy: stopped; to continue, run the same command again")
+        print("deploy: stopped; to continue, run the same command again", file=sys.stderr)
+        sys.exit(130)
 
 
 def _parser() -> argparse.ArgumentParser:

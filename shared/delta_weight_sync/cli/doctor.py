@@ -30,8 +30,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _packages() -> bool:
-    """Print a line for each requirement but vLLM and TRL. Return whether a version that cannot be used is
-    there."""
+    """Print a line for each requirement but vLLM and TRL. Return whether an installed version is wrong."""
     wrong, own = False, importlib.metadata.distribution(_NAME)
     extras = ("", *(own.metadata.get_all("Provides-Extra") or ()))
     for need in map(Requirement, own.requires or ()):
@@ -51,8 +50,7 @@ def _packages() -> bool:
 
 
 def _release(release: compat.Release) -> bool:
-    """Print a line for each feature of vLLM or TRL. Return whether the package is there but cannot be
-    used."""
+    """Print a line for each feature of vLLM or TRL. Return whether it is installed, but unusable."""
     problems = release.problems()[0]
     state = "was tested with this library" if release.known else "was not tested with this library"
     print(f"{release.package} {release.version} {state}" if release.version else problems[0])

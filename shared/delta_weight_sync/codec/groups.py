@@ -39,7 +39,7 @@ _ZSTD_LEVEL = 1
 
 
 class Layout(NamedTuple):
-    """A mode: its words, the lengths of a `Group`'s lists (`rows`), its streams, if it reads old bits."""
+    """A mode: its words, the lengths of a `Group`'s lists (`rows`), its streams, and if it reads old bits."""
 
     words: str
     rows: tuple[int, int, int, int]

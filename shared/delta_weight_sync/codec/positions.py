@@ -21,7 +21,7 @@ from delta_weight_sync.util import kernel
 Band = NDArray[np.uint8]
 Cut = tuple[NDArray[np.int8], Band]
 Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
-_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # of a group, about this many are sampled to estimate the rates
+_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # about this many of a group are sampled for rates
 _NEIGHBOURS = 64  # consecutive weights per sample: the CPU loads whole cache lines anyway
 _BLOCKS = 64  # blocks in a chunk: as many as `at_most` compares
 _CHUNK = _BLOCKS * LANES
@@ -271,8 +271,7 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
 
 @kernel
 def _list(marked: Words, first: int, index: Index, found: int) -> int:
-    """Append the positions of a chunk's `marked` weights to `index`. Returns the new number of
-    positions in `index`, -1 if it has no room."""
+    """Append the positions of a chunk's `marked` weights to `index`. Returns its new count, -1 if full."""
     for block in range(_BLOCKS):
         word, end = marked[block], found + ones(marked[block])
         if end > index.size:

@@ -5,8 +5,8 @@
 
 A key is relative to the bucket's URL; "/" joins its parts. A method that fails raises a `BucketError`, whose
 message is one sentence, usually with the fix. Two failures raise another error: `OSError` if a local file
-cannot be read or written, and `ProtocolError` if an object is larger than allowed. No method checks content:
-callers compare the sha256.
+cannot be opened or written, and `ProtocolError` if an object is larger than allowed. No method checks
+content: callers compare the sha256.
 """
 
 import hashlib
@@ -195,8 +195,11 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
 
 
 def size_of(data: bytes | Path) -> int:
-    """The bytes of an object to store."""
-    return len(data) if isinstance(data, bytes) else data.stat().st_size
+    """The bytes of an object to store. Raises `OSError` if it is a file that cannot be opened."""
+    if isinstance(data, bytes):
+        return len(data)
+    with data.open("rb") as file:
+        return file.seek(0, 2)  # to its end
 
 
 def is_key(key: str) -> bool:

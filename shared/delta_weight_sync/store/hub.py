@@ -185,19 +185,18 @@ class HubBucket(store.Bucket):
             self._api.batch_bucket_files(self._id, add=files)  # type: ignore[arg-type]
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """As in `Bucket`; an object that may be large comes through Xet."""
+        """As in `Bucket`; what may be large comes through Xet, where a full disk is a `BucketError`, too."""
         if limit <= store.DIRECT:
             return super().fetch(key, dest, limit)
         path = self._path(key)
-        with self._explained(key):
+        with store.replacing(dest) as temporary, self._explained(key):  # else a failure would empty `dest`
             found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
             if found is None:
                 raise EntryNotFoundError(path)
             self._check_limit(key, found.size, limit)
-            with store.replacing(dest) as temporary:  # a failing download would leave `dest` empty
-                self._api.download_bucket_files(self._id, [(found, temporary)])
-                # The client offers no hook to hash the bytes on their way; the page cache still has them.
-                return store.file_sha256(temporary)
+            self._api.download_bucket_files(self._id, [(found, temporary)])
+            # The client offers no hook to hash the bytes on their way; the page cache still has them.
+            return store.file_sha256(temporary)
 
     def _read(self, key: str, limit: int) -> list[bytes]:
         """Read an object by its URL, into memory."""
@@ -348,7 +347,7 @@ class HubNotifications(Notifications):
                 return _retry_after_s(answer.headers) or 0.0
             stream = answer.extensions.get("network_stream")
             self._connection = stream.get_extra_info("socket") if stream else None
-            events: Any = SSEClient  # which has no types
+            events: Any = SSEClient  # this class has no types
             for event in events(answer.iter_bytes()).events():
                 if self._done.is_set() or not self._take(event.event, json.loads(event.data)):
                     break

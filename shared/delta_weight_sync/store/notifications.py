@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-MEASURED_S: Final = 5.0  # least time between two compared counts, because a version is a burst of requests
+MEASURED_S: Final = 5.0  # seconds over which use is measured, at least: a version is a burst of requests
 USED: Final = 0.8  # share of the remaining requests that polling may use; downloads need the rest
 SLOWEST: Final = 60.0  # the longest interval, as a multiple of the usual interval
 LONGEST_BLOCK_S: Final = 60.0  # longest wait after a refusal; some refusals ask for hours
@@ -79,7 +79,7 @@ class Notifications:
         self.unprompted = False  # whether the last look was only for safety, in case a notification got lost
         self._looked = -math.inf
         self._interval = 1e-9  # between two looks, as of the last call of `due`
-        self._poked_until = -math.inf  # when `POKES` looks are allowed again; each adds an interval
+        self._poked_until = -math.inf  # when all `POKES` looks are allowed again; each look adds an interval
 
     def due(self, poll_s: float, again: bool = False) -> bool:
         """Whether to look now; True counts as a look.
@@ -152,8 +152,8 @@ class Notifications:
         if self._live:
             return "notified by the store"
         interval = self._quota.interval(poll_s)
-        shared = f", because the token's quota of requests is shared; usual is {poll_s:g} s"
-        return f"polls every {interval:.4g} s" + (shared if interval > poll_s else "")
+        slower = f", so that the token's quota of requests lasts; usual is {poll_s:g} s"
+        return f"polls every {interval:.4g} s" + (slower if interval > poll_s else "")
 
     def _set_live(self, live: bool) -> None:
         """Set whether to rely on the store to report each change."""

@@ -30,8 +30,8 @@ _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 class Progress:
     """How far a trainer is: its weight syncs, its steps, and the prompts that it has finished.
 
-    Prompts are numbered through all repetitions of the data set. Finished are all numbers below `prompts`,
-    and those in `later`. Finished prompts were trained on, or dropped because their samples were too old.
+    Prompts are numbered through all repetitions of the data set. Those below `prompts` and those in
+    `later` are finished: they were trained on, or dropped because their samples were too old.
     """
 
     syncs: int

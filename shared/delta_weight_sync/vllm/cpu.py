@@ -11,7 +11,7 @@
    which ends the engine on a CPU. TRL seeds every request. `install` hides the generator meanwhile.
 5. vLLM inspects a model's class in another process, for CUDA's sake. If its cache of inspections is empty, as
    in a new container, that process imports vLLM for ten seconds. `install` lets vLLM's own process inspect.
-6. An RMS norm takes ten operations, a tenth of a small model's time. `install` replaces them by one kernel.
+6. An RMS norm is ten operations, which take a tenth of a small model's step. `install` makes it one kernel.
 
 `self_test` raises an error if patch 1 or 2 has no effect. `routes` refuses a model with packed convolutions.
 """
@@ -119,8 +119,7 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 @cache
 def _rows_in_bf16() -> float:
-    """The number of input rows up to which this CPU is faster in bf16 than in float32, measured once.
-    Infinity if bf16 is always faster; else 0 to 16, as on a CPU without AVX-512."""
+    """Up to how many input rows bf16 is faster than float32 on this CPU (infinity: always), measured once."""
     weight = torch.ones(512, 512, dtype=torch.bfloat16)
     for rows in (_MANY, 16, 8, 4, 2, 1):
         x = torch.ones(rows, 512, dtype=torch.bfloat16)

@@ -25,11 +25,11 @@ from delta_weight_sync.codec import Bits
 from delta_weight_sync.gpu import Clock, free_bytes, inner, launch, outer, read
 from delta_weight_sync.vllm import memory
 
-BLOCK = 1024  # changes of a program
+BLOCK = 1024  # changes that a program takes
 TILE = 4096  # elements that a program hashes or reads at a time: a block of the digest
 PIECE = 1024  # elements of a program that hashes other layouts; more would not fit into the registers
-CELLS = 256  # over which programs spread their sums
-WARPS = 16  # of a program that hashes many tiles: 16 bytes a thread
+CELLS = 256  # cells over which programs spread their sums
+WARPS = 16  # warps of a program that hashes many tiles; each thread reads 16 bytes of a tile
 _BLOCK, _TILE, _CELLS = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(CELLS)
 _PIECE = tl.constexpr(PIECE)
 _COLUMNS, _DIMS = tl.constexpr(memory.COLUMNS), tl.constexpr(memory.DIMS)
@@ -122,7 +122,7 @@ def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
 
 @triton.jit
 def _block(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor) -> tl.tensor:
-    """A program's block: its row, the index of each lane's change, which lanes have one, and its element.
+    """A program's block: its row, and for each lane the change's index, whether it exists, and its element.
 
     `blocks`: int64 [b, 3] from `Changes.blocks`; `element`: int32 [n].
     """

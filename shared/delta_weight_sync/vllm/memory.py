@@ -37,7 +37,7 @@ MOST = (1 << 31) - (1 << 16)
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
 ADDRESS = 0  # of element 0, in bytes
-SEED = 1  # of the tensor in the digest, its 64 bits as an int64
+SEED = 1  # the tensor's seed in the digest: its 64 bits as an int64
 COUNTED = 2  # 1 if this worker adds the piece to the digest
 FIRST = 3  # position of element 0 in the checkpoint tensor
 SIZES = 4

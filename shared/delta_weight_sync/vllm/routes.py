@@ -400,7 +400,7 @@ Bits = tuple[torch.Size, int]
 """Shape and hash of a tensor."""
 
 
-# What a model held before loading: path -> (tensor, its bits). Kept, so that no later storage has its id.
+# What a model held before loading: path -> (tensor, its bits). The tensor is kept, so its id is not reused.
 _before: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[torch.Tensor, Bits]]] = WeakKeyDictionary()
 # Name of a parameter that changed in the steps after loading.
 _changed: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()

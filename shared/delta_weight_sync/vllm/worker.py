@@ -129,7 +129,7 @@ class Fallback:
         return Step(lambda: self._write(new), lambda: self._write(old)), state_digest(new) - state_digest(old)
 
     def _write(self, tensors: Mapping[str, Bits]) -> tuple[int, float]:
-        """Replace `tensors` in the copy and load all of it. Read nothing back: the model has other bits."""
+        """Replace `tensors` in the copy and load all of it. The loader computes, so nothing is read back."""
         self.bits |= tensors
         if tensors:
             self._load()

@@ -445,6 +445,8 @@ def test_visitors_share_a_limit_on_requests_and_bytes(bucket: Bucket, tmp_path: 
     limited.fetch("runs/r/x", tmp_path / "x", BYTES)
     with pytest.raises(RateLimitError, match=r"2 GB .* try again in 150 s"):
         limited.fetch("runs/r/x", tmp_path / "x", BYTES // 2)
+    with pytest.raises(ProtocolError, match="too large for this page"):  # waiting would not help
+        limited.fetch("runs/r/x", tmp_path / "x", BYTES + 1)
     assert counted.fetched["runs/r/x"] == 1
     assert not hasattr(limited, "put")
 
