@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 import ctypes
 import itertools
+import os
 import random
 import re
 import time
@@ -92,9 +93,18 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     _env_tools: dict[str, Any]
 
     def __init__(
-        self, *, replicas: Sequence[str], writer_term: int, prompts: int, later: Sequence[int], **kwargs: Any
+        self,
+        *,
+        replicas: Sequence[str],
+        writer_term: int,
+        prompts: int,
+        later: Sequence[int],
+        nice: int = 0,
+        **kwargs: Any,
     ) -> None:
-        """`prompts` and `later` are the finished prompts of `Progress`, which are skipped."""
+        """`prompts` and `later` are the finished prompts of `Progress`, which are skipped. `nice`: how far to
+        lower the priority of this process."""
+        os.nice(nice)
         self._replicas, self._writer_term = list(replicas), writer_term
         self._prompts, self._later = prompts, set(later)
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # rollout id -> rows, until it is scored
@@ -210,6 +220,8 @@ def make_worker(
         writer_term=writer_term,
         prompts=progress.prompts if progress else 0,
         later=progress.later if progress else (),
+        # A trainer on a CPU shares its cores with rollouts. They can wait, but a sync should not.
+        nice=10 if config.use_cpu else 0,
         model_name=MODEL_NAME,
         dataset=task.dataset,
         reward_funcs=task.reward_funcs,
