@@ -38,6 +38,7 @@ from trainer.stop import Stop
 from trainer.tasks import Task, make_task
 
 _FIRST_SYNC = 1  # TRL's number of the sync before the first step
+_HEAD_START_S = 0.05
 
 
 def main() -> None:
@@ -142,6 +143,11 @@ def make_trainer(
 
     def on_sync(weights: Weights, number: int) -> None:
         publisher.publish(weights, number)
+        # On a CPU, the next step would take a core and the interpreter from the thread that publishes, which
+        # would then need twice as long. So let that thread finish first, unless the bucket is slow.
+        if config.use_cpu and config.world_size == 1:
+            with contextlib.suppress(TimeoutError):
+                publisher.flush(_HEAD_START_S)
         if worker:
             worker.inherit(publisher.repeated_sync)
 
