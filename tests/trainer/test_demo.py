@@ -190,6 +190,20 @@ def test_a_child_that_passes_may_end_and_no_other_may(tmp_path):
             processes.finished("passing")
 
 
+def test_priorities_of_children_count_within_one_session(tmp_path):
+    """Yet each has a process group of its own: Ctrl-C reaches the demo only."""
+    (tmp_path / "told.py").write_text("import os; print(os.nice(0), os.getsid(0), os.getpgid(0), flush=True)")
+    with Processes(tmp_path) as processes:
+        for name, nice in ("env", 10), ("replica", 0):
+            processes.start(name, ["told"], {"PYTHONPATH": str(tmp_path)}, may_end=True, nice=nice)
+            child = processes._children[name]
+            child.wait(PATIENCE_S)
+            assert (
+                processes.log(name).read_text()
+                == f"{min(19, os.nice(0) + nice)} {os.getsid(0)} {child.pid}\n"
+            )
+
+
 @pytest.mark.parametrize("minutes", ["0", "-1", "soon"])
 def test_a_demo_without_time_is_refused(minutes):
     arguments = [sys.executable, "-m", "trainer.demo", "--minutes", minutes]

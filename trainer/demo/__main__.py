@@ -92,7 +92,8 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
-    processes.start("env", ["env_space.app"], env_settings(env, WORDLE_REPLICA_URL=replica_url))
+    games = env_settings(env, WORDLE_REPLICA_URL=replica_url)
+    processes.start("env", ["env_space.app"], games, nice=10)  # it plays for rollouts, which have 10 as well
     replica = replica_settings(policy, bucket_url, space, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)

@@ -36,19 +36,21 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         self._may_end: set[str] = set()
 
     def start(
-        self, name: str, arguments: list[str], environment: Mapping[str, str], *, may_end: bool = False
+        self, name: str, arguments: list[str], env: Mapping[str, str], *, may_end: bool = False, nice: int = 0
     ) -> None:
         """Run `python -m <arguments>` with these variables and this process's own. `may_end`: the child may
-        end before the block does."""
+        end before the block does. `nice`: how far to lower its priority."""
         self._may_end |= {name} if may_end else set()
         with self.log(name).open("wb") as log, _signals_delayed():
             self._children[name] = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                env={**os.environ, **environment},
+                ["nice", f"-n{nice}", sys.executable, "-m", *arguments],
+                env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this process only, which then stops its children
+                # Ctrl-C reaches this process only, which then stops its children. All stay in one session,
+                # because Linux compares nice values only within a session (its autogroup).
+                process_group=0,
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
 
