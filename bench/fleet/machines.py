@@ -29,6 +29,7 @@ from delta_weight_sync.publish import outbox, shortcuts, writer
 from delta_weight_sync.records import Manifest, parse
 from delta_weight_sync.store import hub
 from delta_weight_sync.vllm import follower
+from delta_weight_sync.vllm.engine import Times
 
 TENSOR = "model"  # all weights
 
@@ -258,22 +259,22 @@ class CountedEngine:
         """As in `Engine`."""
         return True
 
-    def take(self, paths: Sequence[Path], *_: str) -> tuple[float, float, float]:
+    def take(self, paths: Sequence[Path], *_: str) -> Times:
         """As in `Engine`."""
         syncs = [self._fleet.hub.syncs[path.name] for path in paths]
         return self._took(sum(map(self._fleet.asked.changes, syncs)), decoded=True)
 
-    def take_checkpoint(self, *_: object) -> tuple[float, float, float]:
+    def take_checkpoint(self, *_: object) -> Times:
         """As in `Engine`: it began with the base model."""
         return self._took(self._fleet.asked.changes(len(self._fleet.handed) - 1), decoded=False)
 
-    def _took(self, changes: float, *, decoded: bool) -> tuple[float, float, float]:
-        asked, sleep = self._fleet.asked, self._fleet.clock.sleep
+    def _took(self, changes: float, *, decoded: bool) -> Times:
+        asked, clock = self._fleet.asked, self._fleet.clock
         place_s = cost.DIGEST.seconds(asked.params) + cost.PLACE.seconds(asked.params, changes)
         decode_s = cost.DECODE["fast"].seconds(asked.params, changes) if decoded else 0.0
         stage_s, pause_s = decode_s / asked.threads + place_s / asked.workers, cost.COMMIT.seconds(0, changes)
-        sleep(stage_s + pause_s / asked.workers)
-        return stage_s, pause_s / asked.workers, pause_s / asked.workers
+        clock.sleep(stage_s + pause_s / asked.workers)
+        return stage_s, pause_s / asked.workers, pause_s / asked.workers, clock.now
 
 
 class Replica(follower.Follower):
@@ -294,8 +295,8 @@ class Replica(follower.Follower):
             raise error
         return super().explain(error)
 
-    def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
-        super()._serve(manifest, *seconds, joined=joined)
+    def _serve(self, manifest: Manifest, *times: float, joined: bool = False) -> None:
+        super()._serve(manifest, *times, joined=joined)
         self.fleet.served(self, manifest)
 
 

@@ -79,7 +79,11 @@ class ReplicaEvent(Record):
 
 
 class CommitEvent(Record):
-    """A replica committed a version. `lag_s` counts from the trainer's hand-over to the commit."""
+    """A replica committed a version, and reported it at `t`.
+
+    `lag_s` counts from the trainer's hand-over, by the trainer's clock, until the last worker of vLLM had the
+    new weights, by the clock of that worker. It is 0 if these two clocks give a negative time.
+    """
 
     kind: Literal["commit"] = "commit"
     t: Time

@@ -63,7 +63,7 @@ class Engine(fake_vllm.Mortal):
         except CodecError as error:
             raise EngineError(f"{error}", "codec") from None
 
-    def commit(self, digest: str, label: str) -> tuple[float, float]:
+    def commit(self, digest: str, label: str) -> tuple[float, float, float]:
         if kind := self.fails:
             self.fails = None
             raise EngineError(f"{kind}: an injected failure, undone", kind)

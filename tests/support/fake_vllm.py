@@ -1,5 +1,6 @@
 """A vLLM for followers' tests that holds the weights in memory, and how to wait for a follower."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import EngineError
+from delta_weight_sync.vllm.engine import Times
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.waiting import soon
 
@@ -49,10 +51,10 @@ class Mortal:
     def digest(self) -> str:
         return to_hex(state_digest(self.bits))
 
-    def take(self, deltas: Sequence[Path], digest: str, label: str) -> tuple[float, float, float]:
+    def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:
         return self.stage(deltas), *self.commit(digest, label)
 
-    def take_checkpoint(self, folder: Path, digest: str, label: str) -> tuple[float, float, float]:
+    def take_checkpoint(self, folder: Path, digest: str, label: str) -> Times:
         return self.stage_checkpoint(folder), *self.commit(digest, label)
 
     def stage(self, deltas: Sequence[Path]) -> float:
@@ -68,11 +70,11 @@ class Mortal:
         self.compared += 1
         return 0.0
 
-    def commit(self, digest: str, label: str) -> tuple[float, float]:
+    def commit(self, digest: str, label: str) -> tuple[float, float, float]:
         if to_hex(state_digest(self._new)) != digest:
             raise EngineError("other weights than were published")
         self.bits, self.label = self._new, label
-        return 0.0, 0.0
+        return 0.0, 0.0, time.time()
 
     def relabel(self, label: str) -> None:
         self.label = label

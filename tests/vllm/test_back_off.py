@@ -100,7 +100,7 @@ class Serving(Mortal):
         super().__init__()
         self.served: list[str] = []  # labels, as they were committed
 
-    def commit(self, digest: str, label: str) -> tuple[float, float]:
+    def commit(self, digest: str, label: str) -> tuple[float, float, float]:
         self.served.append(label)
         return super().commit(digest, label)
 

@@ -76,9 +76,10 @@ def test_what_one_of_them_refuses_is_refused(loop: asyncio.AbstractEventLoop) ->
 def test_a_version_is_committed_when_all_have_staged_it(loop: asyncio.AbstractEventLoop) -> None:
     busy, later = {"done": False}, {"done": True, "stage_s": 2.0}
     staged = [[[STAGED], [busy]], [[STAGED], [busy]], [[STAGED], [later]]]
-    first, second = {"commit_s": 0.1, "pause_s": 0.2}, [{"commit_s": 0.3, "pause_s": 0.4}, {"commit_s": 0.2}]
+    first = {"commit_s": 0.1, "pause_s": 0.2, "live_at": 7.0}
+    second = [{"commit_s": 0.3, "pause_s": 0.4, "live_at": 9.0}, {"commit_s": 0.2, "live_at": 8.0}]
     answers = {"stage": [[[busy], [busy]]], "staged": staged, "commit": [[[first], second]]}
-    assert engine(loop, answers).take(*VERSION) == (2.0, 0.4, 0.3), "the longest of each"
+    assert engine(loop, answers).take(*VERSION) == (2.0, 0.4, 0.3, 9.0), "the longest and last of each"
     assert len(staged) == 1, "it asked until the last one was done"
 
 
@@ -138,6 +139,25 @@ def test_a_poke_brings_the_next_version(follower: Follower, run: RealRun, vllm: 
     follower.poke()
     reaches(follower, 1)
     assert vllm.digest() == run.reader.manifest(1).digest
+
+
+@pytest.mark.parametrize(("answered_s", "clock_s"), [(0.5, 0.0), (0.0, -HOUR)], ids=["late", "another clock"])
+def test_the_lag_ends_when_the_weights_are_live(
+    follower, run, vllm, monkeypatch, answered_s, clock_s
+) -> None:
+    """The follower may have vLLM's answer only later. A worker's clock may be another host's."""
+
+    def take(*version: Any) -> tuple[float, ...]:
+        *seconds, live_at = Mortal.take(vllm, *version)
+        time.sleep(answered_s)
+        return *seconds, live_at + clock_s
+
+    monkeypatch.setattr(vllm, "take", take)
+    run.step()
+    follower.poke()
+    reaches(follower, 1)
+    (commit,) = follower.report(0).commits
+    assert 0 <= commit.lag_s <= max(0, commit.t + clock_s - run.reader.manifest(1).created_at - answered_s)
 
 
 PAIR = new_pair()

@@ -29,7 +29,7 @@ class Refusing(Mortal):
             raise self.unfit
         return "0" * 16 if self.shuffled else super().learn(shapes)
 
-    def commit(self, digest: str, label: str) -> tuple[float, float]:
+    def commit(self, digest: str, label: str) -> tuple[float, float, float]:
         self.committed += 1
         if self.damaged:
             raise self.damaged

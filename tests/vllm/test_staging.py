@@ -1,6 +1,7 @@
 """Staging and committing on live memory: exact for any layout, put back bit for bit when anything fails."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.memory import Changes, Step
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
-from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
+from delta_weight_sync.vllm.worker import DeltaWorker, Fallback, LiveWeights, Ranks, Staged
 from tests.gpu.interpreted import interpreted
 from tests.support.live_weights import delta, live
 
@@ -173,6 +174,20 @@ def test_a_failure_in_the_middle_of_the_writing_is_put_back(
     assert_same(model, state)
     worker.commit(staged.steps, Ranks(1).agree)
     assert weights.digest() == staged.digest
+
+
+def test_a_commit_says_when_all_was_written() -> None:
+    written: list[float] = []
+
+    def write() -> tuple[int, float]:
+        time.sleep(0.1)
+        written.append(time.time())
+        return 0, 0.0
+
+    committing = object.__new__(DeltaWorker)  # without a vLLM
+    committing._ranks, committing._staged = Ranks(1), Staged(0, [Step(write, write)])
+    live_at = committing.commit("0" * 16, "1.1.1")["live_at"]
+    assert written[0] <= live_at <= time.time()
 
 
 def test_weights_that_someone_else_changed_are_noticed_before_anything_is_written(

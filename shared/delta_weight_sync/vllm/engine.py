@@ -46,8 +46,11 @@ class TokenVersion(NamedTuple):
         return cls(*map(int, known.groups())) if known else None
 
 
-Seconds = tuple[float, float, float]
-"""How long a version took: staging, the pause, and the writing within the pause."""
+Times = tuple[float, float, float, float]
+"""Of a version: the seconds of staging, of the pause, and of the writing within the pause; when it was live.
+
+The last is in unix seconds, by the clock of the last worker: another host's if vLLM runs on several hosts.
+"""
 
 
 class Engine:
@@ -95,7 +98,7 @@ class Engine:
         self._until_done(self._ask("warm"))
         return str(self._ask("learn", shapes=shapes)[0]["digest"])
 
-    def take(self, deltas: Sequence[Path], digest: str, label: str) -> Seconds:
+    def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:
         """Stage delta files, in this order, while vLLM generates; then commit them between two steps.
 
         A failure raises; an engine that failed has its old weights, but others may have committed. After
@@ -104,11 +107,11 @@ class Engine:
         """
         return self._take(digest, label, deltas=[str(path.absolute()) for path in deltas])
 
-    def take_checkpoint(self, folder: Path, digest: str, label: str) -> Seconds:
+    def take_checkpoint(self, folder: Path, digest: str, label: str) -> Times:
         """Like `take`, for all live weights that differ from a checkpoint."""
         return self._take(digest, label, checkpoint=str(folder.absolute()))
 
-    async def _commit_while_paused(self, digest: str, label: str) -> tuple[float, float]:
+    async def _commit_while_paused(self, digest: str, label: str) -> tuple[float, float, float]:
         """Commit by vLLM's own calls, which drop all keys and values before anything is written."""
         started = time.perf_counter()
         await self._client.pause_generation(mode="keep", clear_cache=False)
@@ -119,13 +122,13 @@ class Engine:
             await self._client.update_weight_version(label)
         finally:
             await self._client.resume_generation()
-        return time.perf_counter() - started, _longest("commit_s", answers)
+        return time.perf_counter() - started, _largest("commit_s", answers), _largest("live_at", answers)
 
     def relabel(self, label: str) -> None:
         """Put `label` on later tokens, for a version that changes no weights."""
         self._wait(self._client.update_weight_version(label))
 
-    def _take(self, digest: str, label: str, **what: Any) -> Seconds:
+    def _take(self, digest: str, label: str, **what: Any) -> Times:
         """Stage and commit. "stage" commits, too, if vLLM is not paused and a worker is in its engine.
 
         Other workers are processes that answer one call at a time. They are polled, because a call that
@@ -135,12 +138,13 @@ class Engine:
         then: dict[str, Any] = {"op": "commit", "digest": digest, "label": label}
         answers = self._ask("stage", timeout_s=math.inf, **what, **({"then": then} if between else {}))
         answers = self._until_done(answers)
-        stage_s = _longest("stage_s", answers)
+        stage_s = _largest("stage_s", answers)
         if not between:
             return stage_s, *self._wait(self._commit_while_paused(digest, label))
         if not all("pause_s" in answer for answer in answers):
             answers = self._ask(**then)
-        return stage_s, _longest("pause_s", answers), _longest("commit_s", answers)
+        pause_s, commit_s = _largest("pause_s", answers), _largest("commit_s", answers)
+        return stage_s, pause_s, commit_s, _largest("live_at", answers)
 
     def _until_done(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         pause, longest = _POLL_S
@@ -185,5 +189,5 @@ class Engine:
             raise EngineError(f"vLLM does not answer: {type(error).__name__}: {error}") from error
 
 
-def _longest(name: str, answers: list[dict[str, Any]]) -> float:
+def _largest(name: str, answers: list[dict[str, Any]]) -> float:
     return max(float(answer.get(name, 0.0)) for answer in answers)

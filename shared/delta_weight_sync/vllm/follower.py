@@ -266,11 +266,11 @@ class Follower:
             for delta in deltas:
                 paths.append(self._reader.fetch(delta, self._folder))
             fetch_s = time.perf_counter() - started
-            seconds = self._engine.take(paths, manifest.digest, str(TokenVersion.of(manifest)))
+            times = self._engine.take(paths, manifest.digest, str(TokenVersion.of(manifest)))
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
-        self._serve(manifest, fetch_s, *seconds)
+        self._serve(manifest, fetch_s, *times)
 
     # By a join: fetch a checkpoint, stage what differs, commit.
 
@@ -293,7 +293,7 @@ class Follower:
         fetch_s = time.perf_counter() - started
         try:
             self._prepare_engine(manifest, folder, shapes)
-            seconds = self._engine.take_checkpoint(folder, manifest.digest, str(TokenVersion.of(manifest)))
+            times = self._engine.take_checkpoint(folder, manifest.digest, str(TokenVersion.of(manifest)))
         except errors.TooSoonError:
             raise
         except errors.EngineError as error:
@@ -301,7 +301,7 @@ class Follower:
             raise
         self._refused.forget()
         (folder / WEIGHTS).unlink()  # they are live now
-        self._serve(manifest, fetch_s, *seconds, joined=True)
+        self._serve(manifest, fetch_s, *times, joined=True)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
         """Start or restart vLLM if it cannot take the version as it runs; let it learn the places of tensors.
@@ -347,18 +347,18 @@ class Follower:
         self._note(state, reason)
         self._logged = reason
 
-    def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
-        """Record that a version is served. `seconds`: fetch, stage, pause, and the writing in the pause."""
-        fetch_s, stage_s, pause_s, commit_s = seconds or (0.0, 0.0, 0.0, 0.0)
+    def _serve(self, manifest: Manifest, *times: float, joined: bool = False) -> None:
+        """Record that a version is served. `times`: fetch, then `Times`; none if no weight changed."""
         self._signed_by = self._reader.public_keys.signer(manifest, "the manifest")
         self.serving = self._served_last = manifest
         now = time.time()
+        fetch_s, stage_s, pause_s, commit_s, live_at = times or (0.0, 0.0, 0.0, 0.0, now)
         event = CommitEvent(
             t=now,
             replica=self._name,
             version=manifest.version,
             digest=manifest.digest,
-            lag_s=now - manifest.created_at,
+            lag_s=max(0.0, live_at - manifest.created_at),
             fetch_s=fetch_s,
             stage_s=stage_s,
             pause_ms=1e3 * pause_s,

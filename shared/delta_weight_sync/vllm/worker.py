@@ -7,12 +7,13 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins, in a thread
     delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, from any live weights
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
-    delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s"}
+    delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "live_at"}
 
 Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging computes the
 digest that the changes lead to. A commit whose digest would be wrong writes nothing. A commit that fails on
 any worker is undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was
-under way; it is not part of `commit_s`, or of the pause that `_step_commit` measures.
+under way; it is not part of `commit_s`, or of the pause that `_step_commit` measures. `live_at` is the unix
+time of this host at which all workers had written.
 
 Every commit reads back what it wrote. To notice other code that writes to the live parameters, a worker
 hashes them again: on a GPU all of them at each stage, on a CPU slice by slice, all within `RECHECK_S`. If a
@@ -354,7 +355,8 @@ class DeltaWorker:
             )
         waited_s = commit(staged.steps, self._ranks.agree)
         self._digest = staged.digest
-        return {"commit_s": time.perf_counter() - started - waited_s, "waited_s": waited_s}
+        took_s = time.perf_counter() - started
+        return {"commit_s": took_s - waited_s, "waited_s": waited_s, "live_at": time.time()}
 
 
 def _recheck(of: weakref.ref[DeltaWorker]) -> None:
