@@ -23,6 +23,7 @@ import httpx
 
 from bench.tables import table
 from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.records import AnchorRef
 from delta_weight_sync.store import open_bucket
 from tests.support.hubsim import HubSim
 from trainer.observe import Pokes
@@ -126,8 +127,9 @@ def begun(folder: Path) -> RunWriter:
     (folder / "model.safetensors").write_bytes(b"what no follower reads here")
     bucket = open_bucket(f"hf://buckets/{BUCKET}", create=True)
     writer = RunWriter(bucket, RUN, model="none", assets=folder / "assets")
-    anchor = writer.put_anchor(0, folder / "model.safetensors")
-    writer.commit(None, anchor, digest="0" * 16, sync=0, total=1 << 30, created_at=time.time())
+    files = writer.put_weights(0, [folder / "model.safetensors"])
+    anchor = AnchorRef(version=0, files=tuple(files))
+    writer.commit([], anchor, digest="0" * 16, sync=0, total=1 << 30, created_at=time.time())
     return writer
 
 
@@ -136,7 +138,9 @@ def publish(writer: RunWriter) -> None:
     assert writer.newest
     version = writer.newest.version + 1
     delta = writer.put_delta(version, os.urandom(1000), 1000)
-    writer.commit(delta, None, digest=f"{version:016x}", sync=version, total=1 << 30, created_at=time.time())
+    writer.commit(
+        [delta], None, digest=f"{version:016x}", sync=version, total=1 << 30, created_at=time.time()
+    )
 
 
 def changed_at() -> float:

@@ -37,8 +37,8 @@ def _hand_overs(change: Change) -> dict[str, Any]:
     live = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in change.old.items()}
     publisher.publish(live.items())
     assert publisher._writer
-    writing, put = threading.Event(), publisher._writer.put_anchor
-    publisher._writer.put_anchor = lambda *arguments: (writing.set(), put(*arguments))[1]  # type: ignore[method-assign]
+    writing, put = threading.Event(), publisher._writer.put_weights
+    publisher._writer.put_weights = lambda *arguments: (writing.set(), put(*arguments))[1]  # type: ignore[method-assign]
     for number in range(2 * _ROUNDS):
         due = bool(number % 2)
         publisher._writer.anchor_is_due = lambda due=due: due  # type: ignore[method-assign]
@@ -55,7 +55,6 @@ def _hand_overs(change: Change) -> dict[str, Any]:
         seconds["beside an anchor" if due else "alone"].append(time.perf_counter() - started)
         publisher._writer.anchor_is_due = lambda: False  # type: ignore[method-assign]
         publisher.flush()
-        assert publisher._outbox
         publisher._outbox.shortcuts.idle(600)
         writing.clear()
     publisher.close()

@@ -226,6 +226,10 @@ class Future(Event):
             self.error = error
         self.set()
 
+    def cancel(self) -> bool:
+        """As in `concurrent.futures.Future`, once the work has begun."""
+        return False
+
     def result(self) -> Any:
         """As in `concurrent.futures.Future`."""
         self.wait()

@@ -160,19 +160,19 @@ class Codec:
         self._sleep(cost.DECODE["fast"].seconds(self._scenario.params, patch.index.size))
         self.apply(patch, bits[TENSOR])
 
-    def map_bits(self, path: Path, _: str = "r") -> dict[str, CountedBits]:
-        """As `checkpoint.map_bits`."""
-        return {TENSOR: self._disk[path]}
+    def map_folder(self, folder: Path, _: str = "r") -> dict[str, CountedBits]:
+        """As `checkpoint.map_folder`."""
+        return {TENSOR: self._disk[folder]}
 
     def write_bits(self, _: object, bits: Callable[[str], CountedBits], path: Path) -> None:
         """As `checkpoint.write_bits`."""
-        self._disk[path] = bits(TENSOR).copy()
+        self._disk[path.parent] = bits(TENSOR).copy()
         with path.open("wb") as file:
             file.truncate(2 * self._scenario.params)
         self._sleep(cost.SAVE.seconds(self._scenario.params))
 
-    def copyfile(self, old: Path, new: Path) -> None:
-        """As `shutil.copyfile`."""
+    def copytree(self, old: Path, new: Path, **_: bool) -> None:
+        """As `shutil.copytree`."""
         self._disk[new] = self._disk[old].copy()
         self._sleep(cost.SAVE.seconds(self._scenario.params))
 
@@ -199,10 +199,15 @@ class CountedMirror:
         """As in `Mirror`."""
         return self._bits
 
-    def find(self, parts: Iterable[Any]) -> Any:
+    def search(self) -> Any:
         """As in `Mirror`: each part has changed."""
-        self._sleep(cost.DIFF["fp32"].seconds(self._scenario.params) / self._scenario.ranks)
-        return SimpleNamespace(patches=[CountedPatch(self._scenario, 1.0) for _ in parts])
+        parts = list[Any]()
+
+        def found() -> Any:
+            self._sleep(cost.DIFF["fp32"].seconds(self._scenario.params) / self._scenario.ranks)
+            return SimpleNamespace(patches=[CountedPatch(self._scenario, 1.0) for _ in parts])
+
+        return SimpleNamespace(add=parts.append, found=found)
 
     def keep(self, _: object) -> None:
         """As in `Mirror`."""
@@ -212,7 +217,7 @@ class CountedMirror:
     def take(self, *_: object) -> None:
         """As in `Mirror`."""
 
-    require_same = require_finite = take
+    require_finite = take
 
 
 class CountedLayout:
@@ -225,8 +230,7 @@ class CountedLayout:
         """As in `Layout`."""
         asked, sleep = self._fleet.asked, self._fleet.clock.sleep
         if self._anchor != manifest.anchor:
-            for ref in manifest.anchor.small_first():
-                self._reader.fetch(ref, self._folder)
+            self._reader.fetch_anchor(manifest.anchor, self._folder)
             self._anchor = manifest.anchor
         (self._folder / WEIGHTS).touch()
         sum_s = (rate.seconds(asked.params) for rate in (cost.LOAD, cost.DIGEST, cost.SAVE))
@@ -342,8 +346,8 @@ class Fleet:
         """What is replaced in each module: time and threads, and whatever computes with weights."""
         clock, asked = self.clock, self.asked
         codec, both = Codec(asked, clock), {"threading": clock.threading, "time": clock.time}
-        files = {name: getattr(codec, name) for name in ("map_bits", "apply_delta", "require_digest")}
-        shutil = SimpleNamespace(copyfile=codec.copyfile)
+        files = {name: getattr(codec, name) for name in ("map_folder", "apply_delta", "require_digest")}
+        shutil = SimpleNamespace(copytree=codec.copytree)
         mirror, layout = (
             (lambda *_, **__: CountedMirror(asked, clock)),
             functools.partial(CountedLayout, self),

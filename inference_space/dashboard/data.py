@@ -326,10 +326,10 @@ class Library:
         raise errors.ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
 
     def _open(self, manifest: Manifest) -> OpenedDelta:
-        if not manifest.deltas:
+        if not manifest.delta:
             raise errors.ProtocolError(f"v{manifest.version} has no delta: it was published as an anchor")
         with Scratch() as folder:
-            return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], folder))
+            return open_delta(RunReader(self.bucket, self.run).fetch_all(manifest.delta, folder))
 
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()

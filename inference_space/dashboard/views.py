@@ -64,11 +64,26 @@ class OpenedDelta:
         return "small" if "bands" in self.modes else "fast"
 
 
-def open_delta(path: Path) -> OpenedDelta:
-    """Read a delta file. How far weights moved is decoded if the file is small and needs no old weights.
+def open_delta(paths: Sequence[Path]) -> OpenedDelta:
+    """Read a delta, or its parts. How far weights moved is decoded if all are small and need no old weights.
 
-    Raises `CodecError` if the file is not a delta, or lists too many tensors.
+    Raises `CodecError` if a file is not a delta, or lists too many tensors.
     """
+    parts, tensors, modes, ulps = (
+        [*map(_open_part, paths)],
+        list[TensorRow](),
+        tuple[str, ...](),
+        Counter[int](),
+    )
+    for part in parts:
+        tensors += [row._replace(group=len(modes) + row.group) for row in part.tensors]
+        modes += part.modes
+        ulps.update(part.ulps or {})
+    why = next((part.why for part in parts if part.ulps is None), "")
+    return OpenedDelta(parts[0].base, parts[0].version, modes, tensors, None if why else dict(ulps), why)
+
+
+def _open_part(path: Path) -> OpenedDelta:
     if header_size(path) > MAX_TABLE:
         raise CodecError(f"{path.name} has a header of more than {size_text(MAX_TABLE)}: not opened here")
     delta = Delta(path)

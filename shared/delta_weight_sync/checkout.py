@@ -24,7 +24,7 @@ from typing import Final
 from safetensors import SafetensorError
 
 from delta_weight_sync import errors
-from delta_weight_sync.checkpoint import WEIGHTS, map_bits
+from delta_weight_sync.checkpoint import map_folder
 from delta_weight_sync.reader import RunReader, apply_delta, open_run, remove_other_files, require_digest
 from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.watch import Watcher
@@ -189,21 +189,21 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
         reader.checkout(manifest, into)
-        require_digest(map_bits(into / WEIGHTS), manifest)
+        require_digest(map_folder(into), manifest)
 
 
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
     """Build from the held version. Return False if the anchor is needed: it takes fewer bytes, files besides
     the weights differ, or deltas from the held version are missing or do not give the published digest (the
     run was restarted, or another program changed the held version)."""
-    recipe, both = reader.recipe(manifest, held.version), (held.manifest, manifest)
-    old, new = ({f.name: f.sha256 for f in m.anchor.files if f.name != WEIGHTS} for m in both)
+    recipe, both = reader.recipe(manifest, held.version), (held.manifest.anchor, manifest.anchor)
+    old, new = ({f.name: f not in a.weights and f.sha256 for f in a.files} for a in both)
     if recipe.anchor or not recipe.deltas or old != new:
         return False
     shutil.rmtree(into, ignore_errors=True)
-    paths = [reader.fetch(delta, into) for delta in recipe.deltas]
+    paths = reader.fetch_all(recipe.deltas, into)
     shutil.copytree(held.path, into, dirs_exist_ok=True)
-    state = map_bits(into / WEIGHTS, "r+")
+    state = map_folder(into, "r+")
     try:
         for path in paths:
             apply_delta(state, path)
@@ -267,10 +267,10 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         """The version that `current` leads to, or None if its files are not exactly what was published."""
         try:
             manifest = parse(Manifest, (self._current / RECORD).read_bytes(), RECORD)
-            small = (ref for ref in manifest.anchor.files if ref.name != WEIGHTS)
+            small = (ref for ref in manifest.anchor.files if ref not in manifest.anchor.weights)
             if not all(ref.is_in(self._current / ref.name) for ref in small):
                 return None
-            require_digest(map_bits(self._current / WEIGHTS), manifest)
+            require_digest(map_folder(self._current), manifest)
         except (OSError, errors.ProtocolError, SafetensorError):
             return None
         return manifest

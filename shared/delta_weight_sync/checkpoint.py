@@ -23,7 +23,8 @@ from delta_weight_sync.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"  # of a checkpoint in one file
+INDEX = f"{WEIGHTS}.index.json"  # beside several files
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
 _CHUNK = 1 << 18  # elements cast at a time; the scratch space stays in the cache
@@ -107,6 +108,12 @@ def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
             start, end = entry["data_offsets"]
             bits[name] = pages[data + start : data + end].view(np.uint16).reshape(entry["shape"])
     return bits
+
+
+def map_folder(folder: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
+    """Like `map_bits`, for all files of a checkpoint's weights."""
+    files = sorted(folder.glob(_SHARDS))
+    return {name: bits for path in files for name, bits in map_bits(path, mode).items()}
 
 
 def write_bits(shapes: Shapes, bits: Callable[[str], Bits], path: Path) -> None:

@@ -203,6 +203,21 @@ class RunReader:
         self._unreadable.discard(ref.key)
         return path
 
+    def fetch_all(self, refs: Iterable[FileRef], folder: Path) -> list[Path]:
+        """Like `fetch`, several files at a time. Returns the paths in the order of `refs`."""
+        coming = [self._pool.submit(self.fetch, ref, folder) for ref in refs]
+        try:
+            return [path.result() for path in coming]
+        finally:
+            for path in coming:  # after an error, begin no further file
+                path.cancel()
+
+    def fetch_anchor(self, anchor: AnchorRef, folder: Path) -> None:
+        """Fetch an anchor's files, the small ones first: if one is damaged, no weights are fetched."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.fetch_all((ref for ref in anchor.files if ref not in anchor.weights), folder)
+        self.fetch_all(anchor.weights, folder)
+
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
         """Write a version to `folder` as a Hugging Face checkpoint.
 
@@ -214,16 +229,28 @@ class RunReader:
         Raises:
             ProtocolError, CodecError: A file is damaged, or the digest is not the published one.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        for ref in manifest.anchor.small_first():
-            self.fetch(ref, folder)
+        self.fetch_anchor(manifest.anchor, folder)
         with checkpoint_errors(manifest.anchor):
             state = dict(checkpoint.read_bits(folder))
         for delta in self.recipe(manifest).deltas:
             self.apply(state, delta, folder)
         require_digest(state, manifest)
-        shapes = {name: bits.shape for name, bits in state.items()}
-        checkpoint.write_bits(shapes, state.__getitem__, folder / checkpoint.WEIGHTS)
+        for path in (folder / ref.name for ref in manifest.anchor.weights):
+            checkpoint.write_bits(checkpoint.shapes_in(path), state.__getitem__, path)
+        return state
+
+    def rebuild(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
+        """Like `checkout`, but in the files, so that memory never holds the model.
+
+        Returns:
+            The weights, mapped from the files.
+        """
+        self.fetch_anchor(manifest.anchor, folder)
+        with checkpoint_errors(manifest.anchor):
+            state = checkpoint.map_folder(folder, "r+")
+        for delta in self.recipe(manifest).deltas:
+            self.apply(state, delta, folder)
+        require_digest(state, manifest)
         return state
 
     def apply(self, state: dict[str, Bits], ref: FileRef, folder: Path) -> None:
@@ -440,13 +467,16 @@ def apply_delta(state: dict[str, Bits], path: Path) -> None:
         codec.apply(patch, state[patch.name])
 
 
-def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:
-    """Raise `ProtocolError` unless `state` holds exactly the published bits of the version."""
+def require_digest(state: dict[str, Bits], manifest: Manifest, expected: str = "") -> None:
+    """Raise `ProtocolError` unless `state` holds exactly the published bits of the version.
+
+    `expected`: the digest of `state`, if it holds only a part of the tensors.
+    """
     from delta_weight_sync.digest import state_digest, to_hex
 
-    digest = to_hex(state_digest(state))
-    if digest != manifest.digest:
+    digest, expected = to_hex(state_digest(state)), expected or manifest.digest
+    if digest != expected:
         raise errors.ProtocolError(
-            f"version {manifest.version} has digest {manifest.digest}, but its files give {digest}; the run"
+            f"version {manifest.version} has digest {expected}, but its files give {digest}; the run"
             " is damaged: resume from an earlier version"
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Container, Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar
 from uuid import uuid4
@@ -32,7 +33,8 @@ from delta_weight_sync.store import file_sha256
 
 FORMAT: Final = "delta-weight-sync/2"
 POLL_S: Final = 1.0  # usual seconds between two requests for HEAD
-MAX_ASSETS: Final = 256  # files of one anchor
+MAX_ASSETS: Final = 1024  # files of one anchor
+MAX_REFS: Final = 1 << 14  # files of deltas, and of jumps, that one manifest names
 LARGEST: Final = 1e15  # the largest number that a log event may report, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
 ANCHOR_PAYS: Final = 0.5  # write an anchor if a join fetches deltas of more than this share of the model
@@ -95,13 +97,13 @@ class Keys:
         """One file of an anchor."""
         return f"{self.folder}anchors/{version:08d}.{writer}/{name}"
 
-    def delta(self, version: int, writer: Writer) -> str:
-        """The delta from `version - 1` to `version`."""
-        return f"{self.folder}deltas/{version:08d}.{writer}.safetensors"
+    def delta(self, version: int, writer: Writer, part: str = "") -> str:
+        """The delta from `version - 1` to `version`, or a part of it: a name such as ".r2"."""
+        return f"{self.folder}deltas/{version:08d}.{writer}{part}.safetensors"
 
-    def jump(self, base: int, version: int, writer: Writer) -> str:
-        """The delta from `base` to `version`, over several versions."""
-        return f"{self.folder}jumps/{base:08d}-{version:08d}.{writer}.safetensors"
+    def jump(self, base: int, version: int, writer: Writer, part: str = "") -> str:
+        """The delta from `base` to `version`, over several versions, or a part of it."""
+        return f"{self.folder}jumps/{base:08d}-{version:08d}.{writer}{part}.safetensors"
 
     def manifest(self, version: int, writer: Writer) -> str:
         """The manifest of a version."""
@@ -219,7 +221,10 @@ class FileRef(Record):
 
 
 class DeltaRef(FileRef):
-    """A delta file, which turns version `base` into `version`. A jump spans several versions."""
+    """A delta file, which leads from version `base` to `version`. A jump spans several versions.
+
+    Several files may lead from one version to another: parts that change different tensors. All are needed.
+    """
 
     base: Count
     version: Count
@@ -233,14 +238,18 @@ class DeltaRef(FileRef):
 
 
 class AnchorRef(Record):
-    """A whole checkpoint: `config.json`, the tokenizer's files and `model.safetensors`."""
+    """A whole checkpoint: `config.json`, the tokenizer's files and the weights.
+
+    The weights are `model.safetensors`, or Hugging Face's shards with an index, `model-00001-of-00004...`.
+    """
 
     version: Count
     files: Annotated[tuple[FileRef, ...], Field(min_length=1, max_length=MAX_ASSETS)]
 
-    def small_first(self) -> list[FileRef]:
-        """The files in the order to fetch them: a damaged small file is found before the weights arrive."""
-        return sorted(self.files, key=lambda file: file.size)
+    @property
+    def weights(self) -> tuple[FileRef, ...]:
+        """The files that hold weights."""
+        return tuple(file for file in self.files if file.name.endswith(".safetensors"))
 
     @model_validator(mode="after")
     def _one_of_each_name(self) -> Self:
@@ -249,7 +258,7 @@ class AnchorRef(Record):
         return self
 
 
-Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=1024), FailFast()]  # an anchor comes long before
+Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=MAX_REFS), FailFast()]
 
 
 class Sealed(Record):
@@ -277,8 +286,8 @@ class Sealed(Record):
 class Manifest(Sealed):
     """How to build one version, and the digest that proves it.
 
-    `deltas` holds one delta for each version up to `version`, without a gap: enough of them for a replica
-    that is a little behind, and for one that starts at the anchor. `jumps` let both skip deltas.
+    `deltas` holds the delta of each version up to `version`, or its parts, without a gap: enough of them for
+    a replica that is a little behind, and for one that starts at the anchor. `jumps` let both skip deltas.
     """
 
     born: Time  # unix seconds when the run was created: a restarted run is another run
@@ -298,9 +307,11 @@ class Manifest(Sealed):
 
     @model_validator(mode="after")
     def _chain_is_whole(self) -> Self:
-        first = self.version - len(self.deltas)
-        if [(d.base, d.version) for d in self.deltas] != [(v, v + 1) for v in range(first, self.version)]:
+        ways = [way for way, _ in groupby(self.deltas, key=lambda d: (d.base, d.version))]
+        if ways != [(v, v + 1) for v in range(self.version - len(ways), self.version)]:
             raise ValueError(f"deltas do not lead to version {self.version} one by one, without a gap")
+        if any(jump.version - jump.base < 2 for jump in self.jumps):
+            raise ValueError("a jump spans less than two versions")
         if self.recipe_without(()) is None:
             raise ValueError(f"nothing leads from anchor {self.anchor.version} to version {self.version}")
         if (self.parent is None) != (self.version == 0):
@@ -316,9 +327,16 @@ class Manifest(Sealed):
 
     def recipe_without(self, unreadable: Container[str], held: int | None = None) -> Recipe | None:
         """Like `recipe`, but without the files that have these keys. None if there is no such recipe."""
-        deltas = [delta for delta in (*self.deltas, *self.jumps) if delta.key not in unreadable]
+        links = (*self.deltas, *self.jumps)
+        broken = {(link.base, link.version) for link in links if link.key in unreadable}
+        deltas = [link for link in links if (link.base, link.version) not in broken]
         whole = not any(file.key in unreadable for file in self.anchor.files)
         return cheapest_recipe(self.anchor if whole else None, deltas, self.version, held)
+
+    @property
+    def delta(self) -> tuple[DeltaRef, ...]:
+        """The delta from the version before, or its parts; empty if this version has none."""
+        return tuple(delta for delta in self.deltas if delta.version == self.version)
 
     @property
     def files(self) -> tuple[FileRef, ...]:
@@ -406,19 +424,22 @@ def cheapest_recipe(
     """The recipe with the fewest bytes, then the fewest files. None if nothing leads to `version`.
 
     A recipe starts at `anchor`, or at `held`, a version that you already have. One pass over the deltas and
-    jumps, sorted by base, finds it, because all of them lead to later versions.
+    jumps, sorted by base, finds it, because all of them lead to later versions. Parts are taken together.
     """
+    links: dict[tuple[int, int], list[DeltaRef]] = {}
+    for delta in deltas:
+        links.setdefault((delta.base, delta.version), []).append(delta)
     reached: dict[int, tuple[int, int, Recipe]] = {}  # version -> bytes, files and recipe
     if anchor:
         reached[anchor.version] = sum(file.size for file in anchor.files), 1, Recipe(anchor, ())
     if held is not None and held <= version:
         reached[held] = 0, 0, Recipe(None, ())
-    for delta in sorted(deltas, key=lambda delta: delta.base):
-        if delta.base in reached:
-            size, files, recipe = reached[delta.base]
-            cost, there = (size + delta.size, files + 1), reached.get(delta.version)
+    for (base, end), parts in sorted(links.items(), key=lambda link: link[0][0]):
+        if base in reached:
+            size, files, recipe = reached[base]
+            cost, there = (size + sum(part.size for part in parts), files + len(parts)), reached.get(end)
             if there is None or cost < there[:2]:
-                reached[delta.version] = *cost, Recipe(recipe.anchor, (*recipe.deltas, delta))
+                reached[end] = *cost, Recipe(recipe.anchor, (*recipe.deltas, *parts))
     return reached[version][2] if version in reached else None
 
 

@@ -18,6 +18,7 @@ from bench.hub import POLICY
 from bench.results import read
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import AnchorRef
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.watch import Watcher
 from tests.support.hubsim import HubSim
@@ -49,8 +50,8 @@ def life(bucket, other, content, folder, counted):
     with weights.open("wb") as file:
         file.write(content(100))
     writer = RunWriter(bucket, "r", model="none", assets=None)
-    first = writer.put_anchor(0, weights)
-    writer.commit(None, first, digest="0" * 16, sync=0, total=10, created_at=time.time())
+    first = AnchorRef(version=0, files=writer.put_weights(0, [weights]))
+    writer.commit([], first, digest="0" * 16, sync=0, total=10, created_at=time.time())
     yield "opened", counted()
     reader = RunReader(other, "r")
     watcher = Watcher(reader)
@@ -59,14 +60,14 @@ def life(bucket, other, content, folder, counted):
     yield "joined", counted()
     for version, size in enumerate(SIZES, 1):
         delta = writer.put_delta(version, content(size), 1)
-        writer.commit(delta, None, digest="0" * 16, sync=version, total=10, created_at=time.time())
+        writer.commit([delta], None, digest="0" * 16, sync=version, total=10, created_at=time.time())
         yield f"published {size}", counted()
         manifest = watcher.poll()
         assert manifest
         watcher.mark_used()
         reader.fetch(manifest.deltas[-1], folder / "fetched")
         yield f"took {size}", counted()
-    writer.add_jump(0, 4, content(20 << 20), 1)
+    writer.put_jump(0, 4, content(20 << 20), 1)
     bucket.list("runs/r/")
     bucket.delete(["runs/r/run.json"])
     yield "jump, list, delete", counted()

@@ -20,7 +20,7 @@ from delta_weight_sync.errors import BucketError, FencedError
 from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import Manifest
+from delta_weight_sync.records import AnchorRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.watch import Watcher
@@ -121,7 +121,7 @@ def test_a_manifest_that_head_never_named_is_what_the_next_trainer_goes_on_from(
     writer = RunWriter(open_bucket(written.as_uri()), RUN, model="m", assets=None)
     claim = head_in(written).read_bytes()
     decided = writer.commit(
-        writer.put_delta(4, b"delta", 1), None, digest="0" * 16, sync=5, total=1, created_at=0.0
+        [writer.put_delta(4, b"delta", 1)], None, digest="0" * 16, sync=5, total=1, created_at=0.0
     )
     head_in(written).write_bytes(claim)
     rolled = RunWriter(open_bucket(written.as_uri()), RUN, model="m", assets=None)
@@ -273,8 +273,9 @@ def publish(bucket: Any, run: str, weights: Path, versions: int) -> list[Manifes
                 writer.newest.version + 1 if writer.newest else 0,
                 f"{random.getrandbits(64):016x}",
             )
-            delta = writer.put_delta(version, str(writer.writer).encode(), 1) if version else None
-            anchor = None if version else writer.put_anchor(version, weights)
+            delta = [writer.put_delta(version, str(writer.writer).encode(), 1)] if version else []
+            files = () if version else writer.put_weights(version, [weights])
+            anchor = AnchorRef(version=version, files=files) if files else None
             try:
                 made = writer.commit(delta, anchor, digest=digest, sync=version, total=10, created_at=0.0)
             except BucketError:

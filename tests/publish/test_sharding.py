@@ -1,4 +1,4 @@
-"""Several trainer processes publish the bytes that a single one publishes, and stop together.
+"""Several trainer processes publish the bits that a single one publishes, and stop together.
 
 Each rank is a process with known weights and gradients. Layouts: `whole` parameters on each rank; `fsdp`; and
 `mesh`, two by two ranks with every kind of placement, and FSDP over tensor parallelism. With `+kernels` they
@@ -8,6 +8,7 @@ job's result is the digest of the live weights, or the error that ended it.
 """
 
 import contextlib
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from delta_weight_sync import Publisher
+from delta_weight_sync.codec import Delta, apply
+from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import StateError
-from delta_weight_sync.publish.mirror import Mirror
+from delta_weight_sync.publish.mirror import Mirror, Search
 from delta_weight_sync.publish.sharding import Shards
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import Manifest
 from delta_weight_sync.store import open_bucket
 from tests import forked
 
@@ -168,7 +170,10 @@ def _send(publisher: Publisher, model: Model, fails: bool) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    with mock.patch.multiple(Mirror, add=fail, find=fail) if fails else contextlib.nullcontext():
+    patches = (mock.patch.object(kind, "add", fail) for kind in (Mirror, Search)) if fails else ()
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         publisher.publish(model.named_parameters())
 
 
@@ -205,16 +210,23 @@ def _rank(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> N
         dist.destroy_process_group()
 
 
-def published(folder: Path) -> list[tuple[int, str, bytes]]:
-    """Version, digest, and the file that leads to it, newest first."""
-    bucket = open_bucket((folder / "bucket").as_uri())
-    return [(m.version, m.digest, bucket.get(key(m))) for m in RunReader(bucket, "run").versions()]
-
-
-def key(manifest: Manifest) -> str:
-    if manifest.version:
-        return manifest.deltas[-1].key
-    return next(file.key for file in manifest.anchor.files if file.key.endswith(".safetensors"))
+def published(folder: Path) -> list[tuple[int, str, dict[str, Any]]]:
+    """Number, digest and changes of each version, oldest first."""
+    reader, found = RunReader(open_bucket((folder / "bucket").as_uri()), "run"), list[Any]()
+    manifests, scratch = [*reader.versions()][::-1], Path(tempfile.mkdtemp(dir=folder))
+    state = reader.checkout(manifests[0], scratch)
+    assert to_hex(state_digest(state)) == manifests[0].digest
+    shapes = {name: bits.shape for name, bits in state.items()}
+    for manifest in manifests:
+        changes = {}
+        for path in reader.fetch_all(manifest.delta, scratch):
+            patches = [*Delta(path).patches(shapes, state.__getitem__)]
+            assert changes.keys().isdisjoint(patch.name for patch in patches), "one part has a tensor"
+            changes |= {p.name: (p.index.tolist(), p.ulps.tolist()) for p in patches}
+            for patch in patches:
+                apply(patch, state[patch.name])
+        found.append((manifest.version, manifest.digest, changes))
+    return found
 
 
 @pytest.mark.full
@@ -226,7 +238,7 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
     assert spawn(size, layout, tmp_path, jobs) == [[*digests, digests[0]]] * size
     for job in jobs:
         versions = published(tmp_path / job)
-        assert [version for version, *_ in versions] == [4, 3, 2, 1, 0]
+        assert [version for version, *_ in versions] == [0, 1, 2, 3, 4]
         assert versions == published(tmp_path / "alone" / job.removesuffix(":base"))
 
 
@@ -258,6 +270,6 @@ def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
 def test_a_rank_whose_layout_changed_says_so():
     """Its mirror would no longer be that of the elements it sends."""
     shards = Shards("host")
-    shards.begin([("w", torch.ones(3))])
+    shards.begin("w", torch.ones(3))
     with pytest.raises(ValueError, match="the sharding of other changed after the first sync"):
-        shards.changes([("other", torch.ones(3))])
+        shards.part("other", torch.ones(3))

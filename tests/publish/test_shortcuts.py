@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.codec import Delta, Encoding
 from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
@@ -134,7 +135,7 @@ def test_a_jump_that_was_not_uploaded_is_made_with_the_next_version(run, tmp_pat
         patch.setattr(bucket, "put", failing)
         run.steps(9)
     run.steps(2)
-    assert spans(run.newest.jumps) == [(0, 10)]
+    assert spans(run.newest.jumps) == [(0, 8)]
     assert [r.getMessage() for r in caplog.records].count(
         "no jumps and anchors for now: the link is down"
     ) == 1
@@ -142,23 +143,23 @@ def test_a_jump_that_was_not_uploaded_is_made_with_the_next_version(run, tmp_pat
 
 
 def test_a_full_disk_costs_shortcuts_and_nothing_else(run, tmp_path, monkeypatch, caplog):
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("delta_weight_sync.publish.shortcuts.shutil.copyfile", full)
+        patch.setattr("delta_weight_sync.publish.shortcuts.shutil.copytree", full)
         run.steps(2)
     assert "no jumps and anchors for now: No space left on device" in caplog.text
     monkeypatch.setattr("delta_weight_sync.publish.shortcuts._RESTART_EVERY", 4)
-    run.steps(13)
-    assert spans(run.newest.jumps) == [(4, 12)]
-    assert run.newest.version == 15
-    is_built(run.reader, 15, tmp_path)
+    run.steps(15)
+    assert spans(run.newest.jumps) == [(4, 8), (8, 16)]
+    assert run.newest.version == 17
+    is_built(run.reader, 17, tmp_path)
 
 
 def test_a_copy_that_somebody_wrote_into_makes_no_jump(run, caplog):
     run.steps(7)
-    path = run.outbox.shortcuts.path
+    path = run.outbox.shortcuts.path / WEIGHTS
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -167,10 +168,9 @@ def test_a_copy_that_somebody_wrote_into_makes_no_jump(run, caplog):
     assert run.newest.jumps == ()
 
 
-@pytest.mark.parametrize(("version", "due"), [(500, False), (600, True)])
-def test_an_anchor_comes_before_a_manifest_names_too_many_deltas(tmp_path, monkeypatch, version, due):
+@pytest.mark.parametrize(("version", "due"), [(500, False), (9000, True)])
+def test_an_anchor_comes_before_a_manifest_names_too_many_deltas(tmp_path, version, due):
     """A join takes few of them, but those since an anchor between two jumps are all named."""
-    monkeypatch.setattr(RunWriter, "_finds_damage", lambda *_: False)
     writer = RunWriter(open_bucket(f"file://{tmp_path}", create=True), "r", model="m", assets=None)
     newest = manifest_of(version, 3)
     jump = newest.deltas[0].model_copy(update={"base": 3, "version": version})
@@ -182,8 +182,8 @@ def test_the_next_trainer_goes_on_with_jumps_of_its_own(run, tmp_path):
     run.steps(12)
     run.close()
     resumed = Drifting(tmp_path / "bucket", seed=1)
-    resumed.steps(10)
-    assert spans(resumed.newest.jumps) == [(0, 8), (12, 20)], "it went on from version 12"
+    resumed.steps(13)
+    assert spans(resumed.newest.jumps) == [(0, 8), (12, 16), (16, 24)], "it went on from version 12"
     assert spans(resumed.newest.recipe().deltas)[0] == (0, 8)
     is_built(resumed.reader, resumed.newest.version, tmp_path)
     resumed.close()

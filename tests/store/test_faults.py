@@ -10,6 +10,7 @@ import pytest
 from delta_weight_sync.errors import AccessDeniedError, BucketError, BucketUnreachableError, FencedError
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import AnchorRef
 from delta_weight_sync.store import DIRECT, Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_bucket
 from tests.support.buckets import KEY, OPERATIONS, every_operation
@@ -156,11 +157,11 @@ def test_a_version_whose_trainer_ends_at_any_request_is_whole_or_absent(
         return RunWriter(bucket, "r", model="m", assets=tmp_path / "assets")
 
     def publish(writer: RunWriter) -> None:
-        writer.commit(writer.put_delta(1, uuid4().bytes, 1), None, digest="1" * 16, sync=1, **known)
+        writer.commit([writer.put_delta(1, uuid4().bytes, 1)], None, digest="1" * 16, sync=1, **known)
 
     first = trainer()
-    anchor = first.put_anchor(0, tmp_path / "model.safetensors")
-    first.commit(None, anchor, digest="0" * 16, sync=0, **known)
+    anchor = AnchorRef(version=0, files=first.put_weights(0, [tmp_path / "model.safetensors"]))
+    first.commit([], anchor, digest="0" * 16, sync=0, **known)
     if request_line:
         hub.fault(request_line, status=400)
     else:

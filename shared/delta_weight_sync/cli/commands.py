@@ -23,7 +23,7 @@ from delta_weight_sync.checkout import FollowedVersion, build, follow
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
 from delta_weight_sync.reader import RunReader, manifests_of, open_run, require_digest, runs_in
-from delta_weight_sync.records import Keys, Manifest
+from delta_weight_sync.records import DeltaRef, Keys, Manifest
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, make_keys
 from delta_weight_sync.store import open_bucket
@@ -103,7 +103,7 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
 
 def _payload(manifest: Manifest) -> int:
     """Bytes that a version added to the bucket: its delta, or if it has none, its anchor."""
-    return sum(file.size for file in manifest.deltas[-1:] or manifest.anchor.files)
+    return sum(file.size for file in manifest.delta or manifest.anchor.files)
 
 
 def _print_deleted(oldest: Manifest) -> None:
@@ -184,14 +184,13 @@ def _show(arguments: Arguments) -> None:
         "recipe": [file.key for file in manifest.recipe().files],
     }
     groups, tensors = list[str](), list[dict[str, Any]]()
-    if manifest.deltas:
-        with Scratch() as folder:
-            delta = Delta(reader.fetch(manifest.deltas[-1], folder))
-        groups = [group.explain() for group in delta.groups]
-        tensors = [
-            {"changed": t.changes, "of": t.numel, "group": t.group, "tensor": f"{t.name} {list(t.shape)}"}
-            for t in delta.tensors
-        ]
+    with Scratch() as folder:
+        for delta in map(Delta, reader.fetch_all(manifest.delta, folder)):
+            before = len(groups)
+            groups += [group.explain() for group in delta.groups]
+            for row in delta.tensors:
+                tensor = {"group": before + row.group, "tensor": f"{row.name} {list(row.shape)}"}
+                tensors.append({"changed": row.changes, "of": row.numel} | tensor)
     if arguments.json:
         print(json.dumps(facts | {"groups": groups, "tensors": tensors}, indent=2))
         return
@@ -225,21 +224,26 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
     used = (delta for manifest in manifests for delta in manifest.recipe().deltas)
-    jumps = {delta.key: delta for delta in (*used, *manifests[-1].jumps) if delta.version - delta.base > 1}
+    jumps: dict[tuple[int, int], dict[str, DeltaRef]] = {}  # by base and version, then by the part's key
+    for part in (*used, *manifests[-1].jumps):
+        if part.version - part.base > 1:
+            jumps.setdefault((part.base, part.version), {})[part.key] = part
     state: dict[str, Bits] = {}
     for manifest in manifests:
-        if state and manifest.deltas:
-            reader.apply(state, manifest.deltas[-1], folder)
+        if state and manifest.delta:
+            for part in manifest.delta:
+                reader.apply(state, part, folder)
             require_digest(state, manifest)
         else:
             state = reader.checkout(manifest, folder)
         if anchor := anchors.get(manifest.version):
             reader.checkout(manifest.model_copy(update={"anchor": anchor}), folder)
-        for jump in jumps.values():
-            if jump.base == manifest.version:
+        for (base, version), parts in jumps.items():
+            if base == manifest.version:
                 copy = {name: bits.copy() for name, bits in state.items()}
-                reader.apply(copy, jump, folder)
-                require_digest(copy, by_version[jump.version])
+                for part in parts.values():
+                    reader.apply(copy, part, folder)
+                require_digest(copy, by_version[version])
         yield manifest
     reader.checkout(manifests[-1], folder)
 
@@ -262,17 +266,20 @@ def _blame(arguments: Arguments) -> None:
 
     reader = _opened(arguments)
     manifest = reader.manifest(arguments.version)
-    if not manifest.deltas:
+    if not manifest.delta:
         what = f"version {manifest.version} was published as an anchor only"
         raise ProtocolError(f"{what}: name a later version, whose delta shows what changed")
     with Scratch() as folder:
-        delta = Delta(reader.fetch(manifest.deltas[-1], folder))
+        deltas = [*map(Delta, reader.fetch_all(manifest.delta, folder))]
         # Fetched only if the delta is coded against the version before.
         old = functools.cache(
             lambda: reader.checkout(reader.manifest(manifest.version - 1), folder / "before")
         )
-        patches = delta.patches({t.name: t.shape for t in delta.tensors}, lambda name: old()[name])
-        tensors = [(p.index.size / p.numel, p.index.size, p.name, p.shape, count_ulps(p)) for p in patches]
+        tensors = [
+            (patch.index.size / patch.numel, patch.index.size, patch.name, patch.shape, count_ulps(patch))
+            for delta in deltas
+            for patch in delta.patches({t.name: t.shape for t in delta.tensors}, lambda name: old()[name])
+        ]
     tensors.sort(key=lambda tensor: tensor[:4], reverse=True)
     classes = [f"ULPs {name}" for name in ULP_CLASSES]
     rows = [

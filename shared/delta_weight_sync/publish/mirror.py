@@ -121,35 +121,23 @@ class Mirror:
             bits = self._on(bits.device).side_stream.read(bits)
         return bits.numpy().view(np.uint16)
 
+    def search(self) -> Search:
+        """Begin to find what changed since the last sync. Writes nothing."""
+        return Search(self)
+
     def find(self, parts: Iterable[Part]) -> Found:
-        """Find what changed in the parts (of any float dtype) since the last sync. Writes nothing.
-
-        Parts on the host are compared one by one. Parts on a device are compared all together, or as soon as
-        their temporary copies take more than a gigabyte.
-        """
-        found, waiting, held = Found([], []), list[Part](), 0
+        """Find what changed in the parts since the last sync. Writes nothing."""
+        search = self.search()
         for part in parts:
-            if not has_kernels(part.tensor):
-                old = self._bits[part.name][part.block.at].reshape(-1)  # a copy unless contiguous
-                check = functools.partial(self.require_finite, part.name)
-                index, ulps = diff_flat(old, part.tensor.detach().reshape(-1), check)
-                found.host.append(Patch(part.name, part.block.shape, part.block.positions(index), ulps))
-                continue
-            waiting.append(part)
-            held += 0 if part.lasting else part.tensor.nbytes
-            if held > _HELD:
-                found.devices.extend(self._find_on_devices(waiting))
-                waiting, held = [], 0
-        found.devices.extend(self._find_on_devices(waiting))
-        return found
+            search.add(part)
+        return search.found()
 
-    def require_same(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise `CodecError` unless the run has this parameter, in this shape."""
-        if name not in self._bits:
-            raise CodecError(f"parameter {name} is not part of the run; start a new run for a new model")
-        old, new = tuple(self._bits[name].shape), tuple(tensor.shape)
-        if old != new:
-            raise CodecError(f"{name}: shape changed from {old} to {new}; start a new run for it")
+    def find_on_host(self, part: Part) -> Patch:
+        """What changed in a part on the host."""
+        old = self._bits[part.name][part.block.at].reshape(-1)  # a copy unless contiguous
+        check = functools.partial(self.require_finite, part.name)
+        index, ulps = diff_flat(old, part.tensor.detach().reshape(-1), check)
+        return Patch(part.name, part.block.shape, part.block.positions(index), ulps)
 
     def require_finite(self, name: str, bits: Bits) -> None:
         """Raise `CodecError` if bits of a tensor are NaN or infinite, and that is not allowed."""
@@ -184,7 +172,8 @@ class Mirror:
         for device, some in on_device.items():
             self.digest += self._on(device).take(some, self._bits)
 
-    def _find_on_devices(self, parts: list[Part]) -> list[Changes]:
+    def find_on_devices(self, parts: list[Part]) -> list[Changes]:
+        """What changed in parts on devices."""
         by_device: dict[torch.device, list[Part]] = {}
         found = []
         for part in parts:
@@ -210,6 +199,34 @@ class Mirror:
 
             self._devices[device] = DeviceDiff(device)
         return self._devices[device]
+
+
+class Search:
+    """Finds what changed in parts, which are added one by one.
+
+    A part (of any float dtype) on the host is compared at once. Parts on a device are compared all together,
+    or as soon as their temporary copies take more than a gigabyte.
+    """
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror, self._found = mirror, Found([], [])
+        self._waiting, self._held = list[Part](), 0
+
+    def add(self, part: Part) -> None:
+        """Compare a part now or later. Keeps its tensor until then."""
+        if not has_kernels(part.tensor):
+            self._found.host.append(self._mirror.find_on_host(part))
+            return
+        self._waiting.append(part)
+        self._held += 0 if part.lasting else part.tensor.nbytes
+        if self._held > _HELD:
+            self.found()
+
+    def found(self) -> Found:
+        """Compare what waits. Returns all differences."""
+        self._found.devices.extend(self._mirror.find_on_devices(self._waiting))
+        self._waiting, self._held = [], 0
+        return self._found
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:

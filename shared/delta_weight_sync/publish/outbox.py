@@ -7,36 +7,45 @@ Meanwhile later syncs are merged into one pending update. At all times
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
 So no change is lost, and the encoder gets the published bits by undoing the updates, without a second copy.
+
+With several ranks, each has an outbox for the tensors that it owns. They publish in step: the same syncs
+become the same update on all ranks. Each stores its part of the delta; then rank 0 commits the version.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from delta_weight_sync import codec, errors
-from delta_weight_sync.checkpoint import write_bits
+from delta_weight_sync.checkpoint import WEIGHTS, to_bits, write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.mirror import Mirror, Place
-from delta_weight_sync.publish.sharding import Weights, own_parts, union
-from delta_weight_sync.publish.shortcuts import Shortcuts, undone
-from delta_weight_sync.publish.writer import RunWriter
-from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.publish.sharding import Owners, Peers, Shards, Weights, own_block, part_of, union
+from delta_weight_sync.publish.shortcuts import Published, Shortcuts, undone
+from delta_weight_sync.publish.writer import PartWriter, RunWriter
+from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
 Untrained = Callable[[Mapping[str, tuple[int, ...]], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
+Kind = TypeVar("Kind")
+_FILE_BYTES = 5_000_000_000  # of one file of an anchor, at most; a larger tensor has a file of its own
+_CLOSING_S = 60.0
 _RETRY_S = 2.0
 _REMIND_S = 60.0  # between two warnings that a version has not reached the bucket
 _log = logging.getLogger("delta_weight_sync")
@@ -135,8 +144,9 @@ def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
 class PendingUpdate:
     """What one version will hold: the patches since the version before, and the digest that they lead to."""
 
-    patches: list[Patch]
+    patches: list[Patch]  # of the tensors that this rank owns
     digest: str
+    own: str  # the digest of these tensors
     sync: int
     created_at: float  # unix seconds
     diff_s: float
@@ -153,16 +163,19 @@ class PendingUpdate:
 
 
 class Outbox:
-    """The publishing half of the main rank. One thread, the trainer's, calls `publish`.
+    """The publishing half of a rank. One thread, the trainer's, calls `publish`; rank 0 calls the rest, too.
 
-    `untrained` gets the shapes and bits of the first sync's tensors. It returns the model's other tensors.
+    The ranks create their outboxes, and call `publish`, together. `writer` is a `RunWriter` on rank 0, which
+    has a `log`, too, and a `PartWriter` elsewhere. `untrained` (on rank 0) gets the shapes of the first
+    sync's tensors, and the bits of the largest of them. It returns the model's other tensors.
     """
 
     def __init__(
         self,
-        writer: RunWriter,
-        log: RunLogWriter,
+        writer: PartWriter,
+        log: RunLogWriter | None,
         *,
+        peers: Peers | None = None,
         encoding: Encoding = "fast",
         mirror: Place = "host",
         untrained: Untrained | None = None,
@@ -170,16 +183,18 @@ class Outbox:
         finite: bool = True,
     ) -> None:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
-        self.mirror = Mirror(mirror, finite=finite)  # bits of the newest sync
+        self._peers = peers or Peers(alone=True)
+        # A second group of processes: the background thread must not share the trainer's collectives.
+        self._others = Peers(alone=self._peers.size == 1)
+        self.owners = Owners(self._peers.size)
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of all tensors
+        self.mirror = Mirror(mirror, finite=finite)  # bits of the newest sync of the tensors of this rank
+        self._shards = Shards(mirror, finite=finite)
+        self.digest = ""  # of all tensors at the newest sync
         self.repeated = RepeatedSyncs({})  # syncs that a resumed trainer repeats and that are held back
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # tensors of every sync
-        self.shortcuts = Shortcuts(writer, encoding, keep)
-        try:
-            self._resume()
-        except BaseException:
-            self.shortcuts.close()
-            raise
+        self._files: dict[str, list[str]] = {}  # this rank's files of a checkpoint -> their tensors
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # newest anchor in the log
         self._sent = 0  # bytes of all uploads up to the newest version
         self._encoded = b""  # the delta file of the version that is being published
@@ -190,6 +205,12 @@ class Outbox:
         self._failure: BaseException | None = None
         self._trouble: errors.BucketError | None = None  # why the version in flight is not in the bucket yet
         self._changed = threading.Condition()
+        self.shortcuts = Shortcuts(writer, encoding, keep)
+        try:
+            self._resume()
+        except BaseException:
+            self.shortcuts.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -198,17 +219,46 @@ class Outbox:
         """The newest version in the bucket."""
         return self._writer.newest.version if self._writer.newest else None
 
-    def publish(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]] = list) -> None:
-        """Like `Publisher.publish`, for this rank's part. `remote_patches` returns other ranks' changes."""
+    def owns(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether this rank owns a tensor; a new tensor gets an owner."""
+        return self.owners.of(name, shape) == self._peers.rank
+
+    def publish(self, weights: Weights, sync: int, *, first: bool = False) -> None:
+        """Like `Publisher.publish`, with `gathered` weights. `first`: owners get whole tensors this time."""
         self._raise_failure()
         try:
-            if self.mirror:
-                self._add(weights, sync, remote_patches)
+            if self.shapes:
+                self._add(weights, sync, first)
             else:
-                self._publish_base(weights, sync)
+                self._publish_first(weights, sync)
         except BaseException as error:
             self._failure = error  # the mirror may hold changes that no update has: publish nothing more
             raise
+
+    def publish_base(self, weights: Weights, sync: int) -> None:
+        """Publish the first version from the whole weights that rank 0 has."""
+        try:
+            started, created_at = time.perf_counter(), time.time()
+            self._spread((name, to_bits(tensor)) for name, tensor in weights)
+            self._publish_whole(sync, started, created_at)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def require_same(self, name: str, shape: Sequence[int]) -> None:
+        """Raise `CodecError` unless the run has this parameter, in this shape."""
+        if name not in self.shapes:
+            raise errors.CodecError(
+                f"parameter {name} is not part of the run; start a new run for a new model"
+            )
+        if self.shapes[name] != tuple(shape):
+            raise errors.CodecError(
+                f"{name}: shape changed from {self.shapes[name]} to {tuple(shape)}; start a new run for it"
+            )
+
+    def bits(self, name: str) -> tuple[int, Bits | None]:
+        """The owner of a tensor, and on this rank the bits of the newest sync; None on other ranks."""
+        return self.owners[name], self.mirror.bits(name) if self.owners[name] == self._peers.rank else None
 
     def flush(self, timeout_s: float = 600.0) -> Manifest:
         """Wait until every sync is published; returns the newest manifest.
@@ -228,13 +278,14 @@ class Outbox:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        # The threads of several ranks end together. If a rank does not close, do not wait for it forever.
+        self._thread.join(None if self._peers.size == 1 else _CLOSING_S)
         self.shortcuts.close()
 
     def pin(self) -> bool:
         """Publish the last sync as a version of its own. False if it is held back, see `RepeatedSyncs`."""
         with self._changed:
-            digest, newest = to_hex(self.mirror.digest), self._writer.newest
+            digest, newest = self.digest, self._writer.newest
             there = newest and newest.digest == digest and self._idle()
             if self._held and not there:
                 return False
@@ -249,29 +300,71 @@ class Outbox:
 
     def _resume(self) -> None:
         """Start from the newest version. If it is damaged, the next sync publishes the whole model."""
-        if self._writer.newest is None:
+        if (newest := self._writer.newest) is None:
             return
-        try:
-            published = self._writer.reader.checkout(self._writer.newest, self.shortcuts.folder)
-        except (errors.ProtocolError, errors.CodecError, errors.ObjectMissingError, SafetensorError) as error:
-            _log.warning("the newest version cannot be rebuilt, so the next one is an anchor: %s", error)
-            return
-        for name, bits in published.items():
-            self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
-        self.shortcuts.restart(self._writer.newest.version)
+        found, folder = dict[str, Bits](), self.shortcuts.folder / "resumed"
+        if self._peers.main:
+            try:
+                found = self._writer.reader.rebuild(newest, folder)
+            except (errors.ProtocolError, errors.CodecError, errors.ObjectMissingError, SafetensorError) as e:
+                _log.warning("the newest version cannot be rebuilt, so the next one is an anchor: %s", e)
+        self._spread(found.items())
+        shutil.rmtree(folder, ignore_errors=True)
+        if self.shapes:
+            self.digest = newest.digest
+            self._lay_out()
+            self.shortcuts.restart(newest.version)
+
+    def _spread(self, tensors: Iterable[tuple[str, Bits]]) -> None:
+        """Give tensors that rank 0 has to the mirrors of their owners."""
+        for name, shape, bits in self._peers.scatter(tensors, self.owners):
+            self.shapes[name] = shape
+            if bits is not None:
+                self.mirror.require_finite(name, bits)
+                self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
+
+    def _lay_out(self) -> None:
+        """Divide the tensors among the files of a checkpoint, and write those of this rank."""
+        files, size = list[list[str]](), _FILE_BYTES
+        for name in (name for name in self.shapes if self.owners[name] == self._peers.rank):
+            size += 2 * math.prod(self.shapes[name])
+            if size > _FILE_BYTES:
+                files.append([])
+                size = 2 * math.prod(self.shapes[name])
+            files[-1].append(name)
+        ranks: list[list[list[str]]] = self._peers.exchange(files)
+        before, count = sum(map(len, ranks[: self._peers.rank])), sum(map(len, ranks))
+        names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        names = names if count > 1 else [WEIGHTS]
+        self._files = dict(zip(names[before:], files, strict=False))
+        if isinstance(self._writer, RunWriter) and count > 1:
+            inside = itertools.chain(*ranks)
+            self._writer.index = {n: file for file, some in zip(names, inside, strict=True) for n in some}
+        self._write(self.shortcuts.path)
 
     def _idle(self) -> bool:
         return not self._busy and (self._held or not self._updates)
 
-    def _add(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]]) -> None:
+    def _add(self, weights: Weights, sync: int, first: bool) -> None:
         started, created_at = time.perf_counter(), time.time()
         by_name: dict[str, list[Patch]] = {}
         # Do this without the lock: on a GPU the diff first waits for all work that is queued there.
-        found = self.mirror.find(own_parts(weights, self.mirror, by_name))
+        own, others = self.mirror.search(), self._shards.mirror.search()
+        for name, tensor in weights:
+            self.require_same(name, tensor.shape)
+            by_name[name] = []
+            if self.owners[name] == self._peers.rank:
+                if block := own_block(tensor, owner=True):
+                    own.add(part_of(name, tensor, block))
+            elif first:
+                self._shards.begin(name, tensor)
+            elif part := self._shards.part(name, tensor):
+                others.add(part)
+        found, sent = own.found(), others.found()
         self._names = self._names or set(by_name)
         if missing := self._names - by_name.keys():
             raise errors.CodecError(f"parameter {min(missing)} was not published: publish every parameter")
-        remote = remote_patches()
+        remote = self._peers.swap(self._shards.keep(sent), self.owners)
         for patch in (*found.patches, *remote):
             by_name[patch.name].append(patch)
         patches = [patch for parts in by_name.values() for patch in union(parts)]
@@ -279,31 +372,55 @@ class Outbox:
             self.mirror.keep(found)
             self.mirror.take(remote)
             diff_s = time.perf_counter() - started
-            new = PendingUpdate(patches, to_hex(self.mirror.digest), sync, created_at, diff_s)
+            last = self._updates[-1] if self._updates else None
+            merges = last is not None and (last.digest != self._pinned[0] or self._pinned[1] is not None)
+            # All ranks merge where rank 0 does. The lock is held, so that no thread takes `last` meanwhile.
+            # Only rank 0 counts syncs: TRL counts on no other rank.
+            answers = self._peers.exchange((self.mirror.digest, merges, sync))
+            self.digest = to_hex(sum(digest for digest, *_ in answers))
+            _, merges, sync = answers[0]
+            own_digest = to_hex(self.mirror.digest)
+            new = PendingUpdate(patches, self.digest, own_digest, sync, created_at, diff_s)
             if self.undo_log:
                 self.undo_log.add(sync, patches)
-            if self._updates and self._updates[-1].digest != self._pinned[0]:
+            if merges:
                 new = self._updates.pop().then(new)
             self._updates.append(new)
             self._held = self.repeated.holds_back(sync, new.digest)
-            if self._held and not any(patch.index.size for patch in new.patches):
-                self._updates.clear()  # no net change: the mirror equals the newest version
             self._changed.notify_all()
 
-    def _publish_base(self, weights: Weights, sync: int) -> None:
+    def _publish_first(self, weights: Weights, sync: int) -> None:
+        """Publish the first version from the weights of all ranks."""
         started, created_at = time.perf_counter(), time.time()
         for name, tensor in weights:
-            self.mirror.add(name, tensor)
-            self.mirror.require_finite(name, self.mirror.bits(name))
-        self._names = set(self.mirror.shapes)
-        untrained = self._untrained(self.mirror.shapes, self.mirror.bits) if self._untrained else ()
-        for name, bits in untrained:
-            self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
-        base = PendingUpdate([], to_hex(self.mirror.digest), sync, created_at, time.perf_counter() - started)
+            self.shapes[name] = tuple(tensor.shape)
+            if self.owns(name, tensor.shape):
+                self.mirror.add(name, tensor)
+                self.mirror.require_finite(name, self.mirror.bits(name))
+            else:
+                self._shards.begin(name, tensor)
+        self._names = set(self.shapes)
+        self._publish_whole(sync, started, created_at)
+
+    def _publish_whole(self, sync: int, started: float, created_at: float) -> None:
+        """Publish a version that is an anchor: the mirrors, and the tensors that are not trained."""
+        largest = max(self.shapes, key=lambda name: math.prod(self.shapes[name]))
+        owner, bits = self.bits(largest)
+        shared = self._peers.share(bits, self.shapes[largest], owner)
+        self._spread(self._untrained(self.shapes, lambda _: shared) if self._untrained else ())
+        self._lay_out()
+        self.digest = to_hex(sum(self._peers.exchange(self.mirror.digest)))
+        own = to_hex(self.mirror.digest)
+        base = PendingUpdate([], self.digest, own, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
-        self._write(self.shortcuts.path)
-        anchor = self._writer.put_anchor(version, self.shortcuts.path)
-        self._report(self._commit(base, None, anchor), base, 0.0)
+        files = self._writer.put_weights(version, sorted(self.shortcuts.path.iterdir()))
+        parts: list[list[FileRef]] = self._peers.exchange(files)
+        manifest = None
+        if isinstance(self._writer, RunWriter):
+            anchor = AnchorRef(version=version, files=tuple(itertools.chain(*parts)))
+            manifest = self._commit(self._writer, base, (), anchor)
+            self._report(manifest, base, 0.0, 0)
+        self._writer.newest = self._peers.exchange(manifest)[0]
         self.shortcuts.restart(version)
 
     def _run(self) -> None:
@@ -312,13 +429,23 @@ class Outbox:
                 self._changed.wait_for(
                     lambda: self._closed or (self._updates and not self._held and not self._failure)
                 )
+                # Rank 0 takes its update now; later syncs then become another update, on all ranks.
+                job = self._updates.pop(0) if self._peers.main and not self._closed else None
+                self._busy = True
+            try:
+                with self._others.fail_together():
+                    met = self._others.exchange((self._closed, self.shortcuts.stored()))
+                    if any(closed for closed, _ in met):
+                        return
+                    if isinstance(self._writer, RunWriter):
+                        self._writer.collect([stored for _, stored in met])
+                    with self._changed:
+                        job = job or self._updates.pop(0)
+                    self._publish(job)
+            except Exception as error:  # noqa: BLE001 - raised again in the trainer's thread
+                self._failure = self._failure or error
                 if self._closed:
                     return
-                self._busy, job = True, self._updates.pop(0)
-            try:
-                self._publish(job)
-            except Exception as error:  # noqa: BLE001 - raised again in the trainer's thread
-                self._failure = error
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
@@ -329,13 +456,37 @@ class Outbox:
         self._encoded = codec.encode(
             job.patches, old, base=version - 1, version=version, encoding=self._encoding
         )
-        encode_s, began, warned = time.perf_counter() - started, time.monotonic(), -math.inf
-        delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
-        attempt: Callable[[], Manifest] = functools.partial(self._commit, job, delta, None)
+        encode_s, changed = time.perf_counter() - started, sum(p.index.size for p in job.patches)
+        put, writer = functools.partial(self._writer.put_delta, version, self._encoded, changed), self._writer
+        some = changed or self._peers.main  # other ranks leave out an empty part
+        part = self._until_stored(version, put, put) if some else None
+        stored = self._others.exchange((part, self._writer.bucket.sent))
+        news: tuple[Manifest, bool] | None = None
+        if isinstance(writer, RunWriter):
+            delta = [part for part, _ in stored if part]
+            commit = functools.partial(self._commit, writer, job, delta, None)
+            manifest = self._until_stored(version, commit, writer.confirm)
+            if manifest and writer.anchor_is_due():
+                writer.ordered = version
+            if manifest:
+                news = manifest, writer.ordered == version
+                self._report(manifest, job, encode_s, sum(sent for _, sent in stored[1:]))
+        news = self._others.exchange(news)[0]
+        if news:
+            self._writer.newest = news[0]
+            published = Published(news[0], job.patches, job.own, anchor=news[1])
+            self.shortcuts.add(published, self._encoded, self._write)
+
+    def _until_stored(
+        self, version: int, attempt: Callable[[], Kind], again: Callable[[], Kind]
+    ) -> Kind | None:
+        """The result of `attempt`, and after a `BucketError` of `again`. None if this outbox is closed."""
+        began, warned = time.monotonic(), -math.inf
         while not self._closed:
             try:
-                self._report(attempt(), job, encode_s)
-                break
+                done = attempt()
+                self._trouble = None
+                return done
             except errors.BucketError as error:
                 if isinstance(error, errors.AccessDeniedError) and not self._trouble:
                     raise  # a first try that is denied will be denied again
@@ -347,13 +498,15 @@ class Outbox:
                         " trying again",
                         *(version, late, error),
                     )
-            attempt = self._writer.confirm  # parts may be in the bucket, so publish the same version
+            attempt = again  # parts may be in the bucket, so publish the same version
             time.sleep(_RETRY_S)
-        self._trouble = None
+        return None
 
-    def _write(self, path: Path) -> None:
-        """Write the published weights as a file. A concurrent sync waits for one tensor at most."""
-        write_bits(self.mirror.shapes, functools.partial(self._before, None), path)
+    def _write(self, folder: Path) -> None:
+        """Write this rank's published weights as files. A concurrent sync waits for one tensor at most."""
+        for file, names in self._files.items():
+            shapes = {name: self.shapes[name] for name in names}
+            write_bits(shapes, functools.partial(self._before, None), folder / file)
 
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
         """A tensor's bits without the pending updates, and without `job`."""
@@ -361,22 +514,24 @@ class Outbox:
             updates = filter(None, (*reversed(self._updates), job))
             return undone(self.mirror.bits(name), (update.by_name.get(name) for update in updates))
 
-    def _commit(self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None) -> Manifest:
-        total, at = sum(map(math.prod, self.mirror.shapes.values())), job.created_at
-        return self._writer.commit(
-            delta, anchor, digest=job.digest, sync=job.sync, total=total, created_at=at
-        )
+    def _commit(
+        self, writer: RunWriter, job: PendingUpdate, delta: Sequence[DeltaRef], anchor: AnchorRef | None
+    ) -> Manifest:
+        total, at = sum(map(math.prod, self.shapes.values())), job.created_at
+        return writer.commit(delta, anchor, digest=job.digest, sync=job.sync, total=total, created_at=at)
 
-    def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float) -> None:
-        """Log a version that is in the bucket, and hand it to `shortcuts`."""
-        anchor_bytes = manifest.anchor.files[0].size if manifest.anchor.version != self._anchor else 0
-        sent, self._sent = self._sent, self._writer.bucket.sent
+    def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float, others: int) -> None:
+        """Log a version that is in the bucket. `others`: bytes that other ranks have uploaded so far."""
+        assert self._log is not None, "rank 0 has a log"
+        new_anchor = manifest.anchor.version != self._anchor
+        anchor_bytes = sum(file.size for file in manifest.anchor.weights) if new_anchor else 0
+        sent, self._sent = self._sent, self._writer.bucket.sent + others
         self._anchor = manifest.anchor.version
         self._log.append(
             SyncEvent(
                 **manifest.model_dump(include={"version", "sync", "full_bytes", "changed", "total"}),
                 t=time.time(),
-                payload_bytes=manifest.deltas[-1].size if manifest.deltas else anchor_bytes,
+                payload_bytes=sum(part.size for part in manifest.delta) or anchor_bytes,
                 anchor_bytes=anchor_bytes,
                 sent_bytes=self._sent - sent,
                 diff_s=job.diff_s,
@@ -384,8 +539,6 @@ class Outbox:
                 publish_s=time.time() - job.created_at,
             )
         )
-        if manifest.deltas:
-            self.shortcuts.add(manifest, job.patches, self._encoded, self._write)
         with self._changed:
             if manifest.digest == self._pinned[0]:
                 self._pinned = manifest.digest, self._pinned[1] or manifest

@@ -10,6 +10,7 @@ from typing import Any, Self, TypedDict, Unpack, get_args
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from delta_weight_sync import errors
 from delta_weight_sync.checkpoint import Base
@@ -17,9 +18,9 @@ from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import tensor_digest, to_hex
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.mirror import Place
-from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs, UndoLog
-from delta_weight_sync.publish.sharding import Peers, Shards, Weights, gathered, local, own_digest
-from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs, UndoLog, Untrained
+from delta_weight_sync.publish.sharding import Peers, Weights, gathered, local, own_digest
+from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.resume._state import FoundState, Snapshot, StateRecord, StateSaver, find_state
@@ -58,8 +59,9 @@ class Publisher:
                 publisher.publish(model.named_parameters(), step)
 
     If `torch.distributed` is initialized, create a `Publisher` on every rank, and call the same methods in
-    the same order on all of them. Parameters may be sharded with FSDP2. Only rank 0, the main rank, writes to
-    the bucket. An error on one rank is raised there, and as a `PeerError` on the others.
+    the same order on all of them. Parameters may be sharded with FSDP2. Each rank keeps, encodes and uploads
+    its share of the tensors; a version counts once rank 0, the main rank, has written the manifest. An error
+    on one rank is raised there, and as a `PeerError` on the others.
 
     Opening the run fences off any other writer. An existing run continues from its newest version.
 
@@ -103,8 +105,6 @@ class Publisher:
         self.resumed_from: StateRecord | None = None
         self.log: RunLogWriter | None = None
         self._writer: RunWriter | None = None
-        self._outbox: Outbox | None = None
-        self._shards: Shards | None = None
         self._begun, self._published = False, set[str]()  # names
         self._continued = 0  # the newest version when the run was opened
         self._found: FoundState | None = None
@@ -115,12 +115,28 @@ class Publisher:
                 raise errors.ConfigError(f"Publisher has no option {min(unknown)!r}; see help(Publisher)")
             mirror = _allowed("mirror", options.get("mirror", "host"), Place)
             encoding = _allowed("encoding", options.get("encoding", "fast"), Encoding)
-            if self._peers.main:
-                self._open(url, base, encoding, mirror, options)
-            else:
-                self._shards = Shards(mirror, finite=not options.get("allow_nonfinite", False))
+            keep = Keep.parse(limit) if (limit := options.get("keep")) else None
+            untrained = self._open(url, base, options) if self._peers.main else None
+        opened = self._peers.exchange(self._writer and (self._writer.writer, self._writer.newest))[0]
+        with contextlib.ExitStack() as stack, self._peers.fail_together():
+            stack.push(self._resources.pop_all())
+            if not self._writer:
                 (place, run), (_, trusted) = split_run(url), writer_keys(options.get("signing_key"))
                 self.reader = RunReader(open_bucket(place), run or DEFAULT_RUN, trusted)
+            writer = self._writer or PartWriter(self.reader, *opened)
+            writer.part = f".r{self._peers.rank}" if self._peers.size > 1 else ""
+            self._outbox = Outbox(
+                writer,
+                self.log,
+                peers=self._peers,
+                encoding=encoding,
+                mirror=mirror,
+                untrained=untrained,
+                keep=keep,
+                finite=not options.get("allow_nonfinite", False),
+            )
+            stack.enter_context(contextlib.closing(self._outbox))
+            self._resources = stack.pop_all()
         # A second group of processes: the background thread must not share the trainer's collectives.
         others, every_s = Peers(alone=self._peers.size == 1), 60 * options.get("state_minutes", 5.0)
         self._saver = StateSaver(self.reader, others, self._outbox, self._writer, every_s)
@@ -138,7 +154,7 @@ class Publisher:
     @property
     def repeated_sync(self) -> int:
         """The newest sync with equal weights in this resumed trainer and the trainer before it, or 0."""
-        return self._outbox.repeated.newest if self._outbox else 0
+        return self._outbox.repeated.newest
 
     def publish_base(self, weights: Model, step: int = 0) -> None:
         """Publish version 0 of a new run. If the run has versions, only check that the model is the same.
@@ -149,20 +165,13 @@ class Publisher:
         Raises:
             CodecError: The run is of another model, or a weight cannot be published.
         """
-        if not self._peers.exchange(self._outbox is not None and not self._outbox.mirror)[0]:
-            with self._peers.fail_together():
-                if self._outbox:
-                    for name, tensor in checkpoint_weights(weights):
-                        self._outbox.mirror.require_same(name, tensor)
-            return
-        parts = gathered(self._named(weights), first=True, main=self._peers.main)
-        with self._peers.fail_together(parts):
-            if self._outbox:
-                self._outbox.publish(parts, step)
-                self._outbox.repeated = RepeatedSyncs({step: self._outbox.flush().digest})
-            else:
-                for _ in parts:
-                    pass
+        with self._peers.fail_together():
+            if self._outbox.shapes:
+                for name, tensor in checkpoint_weights(weights):
+                    self._outbox.require_same(name, tensor.shape)
+                return
+            self._outbox.publish_base(self._whole(weights), step)
+            self._outbox.repeated = RepeatedSyncs({step: self._outbox.digest})
 
     def publish(self, weights: Model, step: int | None = None) -> None:
         """Hand over the weights for a new version. Returns when the changes since the last sync are known.
@@ -186,23 +195,18 @@ class Publisher:
                 " weights that it begins with; to keep the two apart, choose another run name",
                 *(self.reader.keys.run, self._continued),
             )
-        parts = gathered(self._named(weights), first=first, main=self._peers.main)
+        parts = gathered(self._named(weights), self._outbox.owns, first=first)
         with self._peers.fail_together(parts):
-            if self._outbox:
-                self._outbox.publish(parts, self.sync, list if first else self._peers.receive)
-            elif self._shards and first:
-                self._shards.begin(parts)
-            elif self._shards:
-                self._peers.send(self._shards.changes(parts))
+            self._outbox.publish(parts, self.sync, first=first)
 
     def keep_undo_log(self, syncs: int) -> UndoLog:
-        """Start a log that can undo the last `syncs` syncs. Call this on the main rank, after a `publish`.
+        """Start a log that can undo the last `syncs` syncs. Call this after a `publish`.
 
         Raises:
-            ConfigError: This is not the main rank, the only one that knows all changes.
+            ConfigError: There are several ranks, and each knows only a part of the changes.
         """
-        if self._outbox is None:
-            raise errors.ConfigError("only the main rank can keep an undo log: call this if `is_main`")
+        if self._peers.size > 1:
+            raise errors.ConfigError("an undo log needs a trainer of one process: start a single one")
         self._outbox.undo_log = log = UndoLog(self.sync, syncs)
         return log
 
@@ -273,7 +277,7 @@ class Publisher:
         Raises:
             StateError: A value cannot be saved.
         """
-        ready = self._saver.ready(final=final) and (self._outbox is None or self._outbox.pin())
+        ready = self._saver.ready(final=final) and (not self._peers.main or self._outbox.pin())
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():
@@ -295,17 +299,16 @@ class Publisher:
             DeltaWeightSyncError: The background thread had failed with this error.
         """
         with self._peers.fail_together():
-            newest = self._outbox.flush(timeout_s) if self._outbox else None
+            newest = self._outbox.flush(timeout_s) if self._peers.main else None
             self._saver.wait(timeout_s)
         manifest: Manifest = self._peers.exchange(newest)[0]
         return manifest
 
     def digest(self, weights: Model) -> str:
         """The digest that a version with these weights (of all ranks, cast to bf16) would have."""
-        own, names = own_digest(checkpoint_weights(weights), main=self._peers.main)
-        if self._outbox:  # the untrained weights
-            mirror = self._outbox.mirror
-            own += sum(tensor_digest(name, mirror.bits(name)) for name in mirror.shapes.keys() - names)
+        own, names = own_digest(checkpoint_weights(weights), self._outbox.owners, self._peers.rank)
+        mirror = self._outbox.mirror  # of the untrained weights, too
+        own += sum(tensor_digest(name, mirror.bits(name)) for name in mirror.shapes.keys() - names)
         return to_hex(sum(self._peers.exchange(own)))
 
     def close(self) -> None:
@@ -341,12 +344,16 @@ class Publisher:
             yield name, tensor
         self._published |= names
 
-    def _open(
-        self, url: str, base: str | Path | None, encoding: Encoding, mirror: Place, options: PublisherOptions
-    ) -> None:
-        place, named = split_run(url)
-        limit, key = options.get("keep"), options.get("signing_key")
-        keep, (signing, trusted) = Keep.parse(limit) if limit else None, writer_keys(key)
+    def _whole(self, weights: Model) -> Weights:
+        for name, tensor in self._named(weights):
+            if isinstance(tensor, DTensor):
+                raise errors.CodecError(f"{name} is sharded: call publish_base before you shard the model")
+            yield name, tensor
+
+    def _open(self, url: str, base: str | Path | None, options: PublisherOptions) -> Untrained | None:
+        """Open the run for writing, on rank 0. Returns the source of weights that are not trained."""
+        (place, named), key = split_run(url), options.get("signing_key")
+        signing, trusted = writer_keys(key)
         start = Base(base) if base is not None else None
         bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
         with contextlib.ExitStack() as stack:
@@ -369,13 +376,9 @@ class Publisher:
             writer = RunWriter(bucket, run, model=model, assets=files, signing_key=key)
             writer.on_version = options.get("on_version")
             log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run)))
-            finite = not options.get("allow_nonfinite", False)
-            outbox = Outbox(
-                writer, log, encoding=encoding, mirror=mirror, untrained=untrained, keep=keep, finite=finite
-            )
-            stack.enter_context(contextlib.closing(outbox))
-            self._writer, self.reader, self.log, self._outbox = writer, writer.reader, log, outbox
+            self._writer, self.reader, self.log = writer, writer.reader, log
             self._resources = stack.pop_all()
+            return untrained
 
 
 def checkpoint_weights(weights: Model) -> Weights:

@@ -1,20 +1,23 @@
-"""Several trainer processes and one publisher: which rank diffs which elements, and how changes reach rank 0.
+"""Several trainer processes: which rank diffs which elements, which rank owns which tensors, and their talk.
 
 Under FSDP2 each rank holds a block of each parameter (a `DTensor`), finds the changes in it, and sends them
-to rank 0 once per sync. Only rank 0 holds the whole mirror and writes to the bucket. It gets whole tensors in
-two cases only, one at a time: at the first sync, and for placements that are not a plain block. All ranks
-call the methods here in the same order. If one fails, all stop with its message.
+to the owner of the tensor once per sync. The owner holds the mirror of the whole tensor, encodes its changes
+and uploads them. An owner gets the whole tensor in two cases only, one at a time: at the first sync, and for
+placements that are not a plain block. All ranks call the methods here in the same order. If one fails, all
+stop with its message.
 """
 
 import contextlib
 import datetime
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -22,20 +25,35 @@ from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CodecError, PeerError
-from delta_weight_sync.publish.mirror import Block, Mirror, Part, Place
+from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 _TIMEOUT = datetime.timedelta(hours=2)  # other ranks wait while rank 0 uploads the base and awaits a replica
 
 
-def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
+class Owners(dict[str, int]):
+    """Name of each tensor -> the rank that owns it. All ranks agree, if they name tensors in one order."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._loads = [0] * ranks  # elements that each rank owns
+
+    def of(self, name: str, shape: Sequence[int]) -> int:
+        """The owner. A new name goes to the rank that owns the fewest elements."""
+        if name not in self:
+            self[name] = self._loads.index(min(self._loads))
+            self._loads[self[name]] += math.prod(shape)
+        return self[name]
+
+
+def own_block(tensor: torch.Tensor, *, owner: bool) -> Block | None:
     """The block of a parameter that this rank diffs, or None.
 
-    The main rank diffs a tensor that every rank holds whole. If a mesh dimension holds copies of a block, the
+    The owner diffs a tensor that every rank holds whole. If a mesh dimension holds copies of a block, the
     first rank along that dimension diffs the block.
     """
     if not is_block(tensor):
-        return Block.whole(tensor.shape) if main else None
+        return Block.whole(tensor.shape) if owner else None
     here = tensor.device_mesh.get_coordinate() or ()
     is_copy = any(p.is_replicate() and at for p, at in zip(tensor.placements, here, strict=False))
     block = held_block(tensor)
@@ -62,60 +80,57 @@ def is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 class Shards:
-    """The mirror of a rank that does not publish: its own blocks, as they were at the last sync."""
+    """This rank's blocks of tensors that other ranks own: their mirror, as they were at the last sync."""
 
     def __init__(self, place: Place, *, finite: bool = False) -> None:
-        self._mirror = Mirror(place, finite=finite)
+        self.mirror = Mirror(place, finite=finite)
         self._blocks: dict[str, Block | None] = {}
 
-    def begin(self, weights: Weights) -> None:
-        """Mirror this rank's blocks of the parameters."""
-        for name, tensor in weights:
-            self._blocks[name] = own_block(tensor, main=False)
-            if self._blocks[name]:
-                self._mirror.add(name, local(tensor))
+    def begin(self, name: str, tensor: torch.Tensor) -> None:
+        """Mirror this rank's block of a parameter, if it has one."""
+        self._blocks[name] = own_block(tensor, owner=False)
+        if self._blocks[name]:
+            self.mirror.add(name, local(tensor))
 
-    def changes(self, weights: Weights) -> list[Patch]:
-        """Find what changed since the last sync. Raises `CodecError` if the sharding of a tensor changed."""
-        found = self._mirror.find(self._parts(weights))
-        self._mirror.keep(found)
+    def part(self, name: str, tensor: torch.Tensor) -> Part | None:
+        """The part of a parameter to compare. Raises `CodecError` if the parameter's sharding changed."""
+        block = own_block(tensor, owner=False)
+        if name not in self._blocks or self._blocks[name] != block:
+            raise CodecError(f"the sharding of {name} changed after the first sync: restart the trainer")
+        # To the mirror, this block is a whole parameter.
+        return part_of(name, tensor, Block.whole(local(tensor).shape)) if block else None
+
+    def keep(self, found: Found) -> list[Patch]:
+        """Write what was found into the mirror. Returns it with positions in the whole tensors."""
+        self.mirror.keep(found)
         return [
             Patch(patch.name, block.shape, block.positions(patch.index), patch.ulps)
             for patch in found.patches
-            if (block := self._blocks[patch.name])
+            if patch.index.size and (block := self._blocks[patch.name])
         ]
 
-    def _parts(self, weights: Weights) -> Iterator[Part]:
-        for name, tensor in weights:
-            block = own_block(tensor, main=False)
-            if name not in self._blocks or self._blocks[name] != block:
-                raise CodecError(f"the sharding of {name} changed after the first sync: restart the trainer")
-            if block:  # to the mirror, this block is a whole parameter
-                whole = Block.whole(local(tensor).shape)
-                yield Part(name, local(tensor), whole, isinstance(tensor, torch.nn.Parameter))
+
+def part_of(name: str, tensor: torch.Tensor, block: Block) -> Part:
+    """What this rank holds of a parameter, which the mirror has at `block`."""
+    return Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
 
 
-def own_parts(weights: Weights, mirror: Mirror, names: dict[str, list[Patch]]) -> Iterator[Part]:
-    """Yield the parts that the main rank compares, and add the names of all weights to `names`, in order."""
-    for name, tensor in weights:
-        mirror.require_same(name, tensor)
-        names[name] = []
-        if block := own_block(tensor, main=True):
-            yield Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
-
-
-def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered(
+    weights: Weights, owns: Callable[[str, Sequence[int]], bool], *, first: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights, usually as each rank holds them.
 
-    The main rank gets whole tensors: all at the `first` sync, later only those that are not a plain block.
-    Every rank must iterate to the end, because this is a collective.
+    A rank gets whole tensors among those that it `owns` (called with name and shape): all at the `first`
+    sync, later only those that are not a plain block. Every rank must iterate to the end, because this is a
+    collective.
     """
     for name, tensor in weights:
+        own = owns(name, tensor.shape)
         if not isinstance(tensor, DTensor) or (is_block(tensor) and not first):
             yield name, tensor
         else:
             full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
-            yield name, full if main else tensor
+            yield name, full if own else tensor
 
 
 def union(parts: Iterable[Patch]) -> list[Patch]:
@@ -131,7 +146,7 @@ def union(parts: Iterable[Patch]) -> list[Patch]:
 
 
 class Peers:
-    """Communication between the processes of this trainer. With a single process, it does nothing.
+    """Communication between the ranks, the processes of this trainer. With a single one, it does nothing.
 
     All processes must create a `Peers` and call its methods in the same order. With `alone`, this process
     acts as if it were the only one.
@@ -141,22 +156,33 @@ class Peers:
         several = not alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if several else None
+        self._ended: PeerError | None = None  # what ended this communication, on all ranks
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that publishes."""
+        """Whether this is rank 0, which writes manifests and HEAD."""
         return self.rank == 0
+
+    @contextlib.contextmanager
+    def _contact(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            told = f"another process of the trainer has ended: see its own log ({error})"
+            self._ended = PeerError(told)
+            raise self._ended from error
 
     def exchange(self, message: Any, failure: str = "") -> list[Any]:
         """Return all ranks' messages, in rank order. If a rank gives a `failure`, all raise `PeerError`."""
         if self._group is None:
             return [message]
         answers: list[Any] = [None] * self.size
-        with _lost_contact():
+        with self._contact():
             dist.all_gather_object(answers, (message, failure), group=self._group)
         for rank, (_, sentence) in enumerate(answers):
             if sentence:
-                raise PeerError(f"rank {rank} of the trainer stopped the run: {sentence}")
+                self._ended = PeerError(f"rank {rank} of the trainer stopped the run: {sentence}")
+                raise self._ended
         return [answer for answer, _ in answers]
 
     @contextlib.contextmanager
@@ -164,9 +190,9 @@ class Peers:
         """Run a `with` body. If it fails on one rank, iterate `weights` to the end there, and fail on all."""
         try:
             yield
-        except PeerError:
-            raise  # all ranks raise it
         except Exception as error:
+            if error is self._ended:
+                raise  # the other ranks raise it, too, or are gone
             for _ in weights:  # a collective: the other ranks wait in it for this one
                 pass
             with contextlib.suppress(PeerError):
@@ -174,56 +200,95 @@ class Peers:
             raise
         self.exchange(None)
 
-    def send(self, patches: Sequence[Patch]) -> None:
-        """Send this rank's patches to rank 0, which calls `receive` meanwhile."""
-        self.exchange([(p.name, p.shape, p.index.size) for p in patches])
-        if any(p.index.size for p in patches):
-            with _lost_contact():
-                dist.send(_wire(np.concatenate([p.index for p in patches])), 0, group=self._group)
-                dist.send(_wire(np.concatenate([p.ulps for p in patches])), 0, group=self._group)
+    def swap(self, patches: Iterable[Patch], owners: Mapping[str, int]) -> list[Patch]:
+        """Send each patch to the owner of its tensor. Returns the patches for this rank, rank by rank."""
+        if self._group is None:
+            return []
+        outgoing: list[list[Patch]] = [[] for _ in range(self.size)]
+        for patch in patches:
+            outgoing[owners[patch.name]].append(patch)
+        packed = [*map(_pack, outgoing)]
+        sizes = [size[self.rank] for size in self.exchange([data.size for data in packed])]
+        coming = np.empty(sum(sizes), np.uint8)
+        with self._contact():
+            dist.all_to_all_single(
+                torch.from_numpy(coming),
+                torch.from_numpy(np.concatenate(packed)),
+                sizes,
+                [data.size for data in packed],
+                group=self._group,
+            )
+        return [patch for data in np.split(coming, np.cumsum(sizes[:-1])) for patch in _unpack(data)]
 
-    def receive(self) -> list[Patch]:
-        """On rank 0, receive the other ranks' patches."""
-        patches: list[Patch] = []
-        for rank, table in enumerate(self.exchange([])):
-            if not table:
-                continue
-            ends = np.cumsum([count for _, _, count in table])
-            index, ulps = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.uint16)
-            with _lost_contact():
-                for column in (index, ulps) if index.size else ():
-                    dist.recv(_wire(column), rank, group=self._group)
-            columns = zip(table, np.split(index, ends[:-1]), np.split(ulps, ends[:-1]), strict=True)
-            patches += [Patch(name, shape, at, change) for (name, shape, _), at, change in columns]
-        return patches
+    def scatter(
+        self, tensors: Iterable[tuple[str, Bits]], owners: Owners
+    ) -> Iterator[tuple[str, tuple[int, ...], Bits | None]]:
+        """Give rank 0's tensors to their owners, one by one.
 
-    def share(self, bits: Bits | None, shape: Sequence[int]) -> Bits:
-        """Give rank 0's `bits`, uint16 of `shape`, to every rank."""
+        Yields name and shape of each, and its bits (uint16) on the owner, None elsewhere.
+        """
+        source = iter(tensors)
+        while True:
+            name, bits = (next(source, None) if self.main else None) or ("", None)
+            name, shape = self.exchange((name, bits.shape if bits is not None else ()))[0]
+            if not name:
+                return
+            owner = owners.of(name, shape)
+            if owner and self.rank in (0, owner):
+                flat = np.empty(shape, np.uint16) if bits is None else np.ascontiguousarray(bits)
+                send_or_receive = cast(Any, dist.send if self.main else dist.recv)
+                with self._contact():
+                    send_or_receive(_wire(flat.reshape(-1)), 0 if owner == self.rank else owner, self._group)
+                bits = flat
+            yield name, shape, bits if owner == self.rank else None
+
+    def share(self, bits: Bits | None, shape: Sequence[int], source: int) -> Bits:
+        """Give the `bits` (uint16 of `shape`) of rank `source` to every rank."""
+        if self._group is None and bits is not None:
+            return bits
         column = np.empty(tuple(shape), np.uint16) if bits is None else np.ascontiguousarray(bits)
-        if self._group:
-            with _lost_contact():
-                dist.broadcast(_wire(column.reshape(-1)), 0, group=self._group)
+        self.exchange(None)  # raises if a rank has failed and will not share
+        with self._contact():
+            dist.broadcast(_wire(column.reshape(-1)), source, group=self._group)
         return column
+
+
+def _pack(patches: Sequence[Patch]) -> NDArray[np.uint8]:
+    """Patches as bytes: the length of the table (int64), the table (JSON), positions and ULPs."""
+    if not patches:
+        return np.empty(0, np.uint8)
+    rows = [(patch.name, patch.shape, patch.index.size) for patch in patches]
+    table = np.frombuffer(json.dumps(rows).encode(), np.uint8)
+    index, ulps = (np.concatenate(c) for c in zip(*((p.index, p.ulps) for p in patches), strict=True))
+    columns = np.array([table.size]), index, ulps
+    length, *rest = (column.view(np.uint8) for column in columns)
+    return np.concatenate([length, table, *rest])
+
+
+def _unpack(data: NDArray[np.uint8]) -> Iterator[Patch]:
+    """The patches of `_pack`."""
+    if not data.size:
+        return
+    end = 8 + int(data[:8].view(np.int64)[0])
+    table = json.loads(data[8:end].tobytes())
+    ends = np.cumsum([count for *_, count in table])
+    middle = end + 8 * int(ends[-1])
+    columns = data[end:middle].copy().view(np.int64), data[middle:].copy().view(np.uint16)
+    pairs = zip(*(np.split(column, ends[:-1]) for column in columns), strict=True)
+    for (name, shape, _), (index, ulps) in zip(table, pairs, strict=True):
+        yield Patch(name, tuple(shape), index, ulps)
 
 
 def _wire(column: Index | Bits) -> torch.Tensor:
     return torch.from_numpy(column.view(np.uint8))
 
 
-@contextlib.contextmanager
-def _lost_contact() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(f"another process of the trainer has ended: see its own log ({error})") from error
-
-
-def own_digest(weights: Weights, *, main: bool) -> tuple[int, set[str]]:
+def own_digest(weights: Weights, owners: Mapping[str, int], rank: int) -> tuple[int, set[str]]:
     """Return the digest of this rank's blocks of the live parameters, cast to bf16, and all names."""
     total, names = 0, set()
-    for name, tensor in gathered(weights, first=False, main=main):
+    for name, tensor in gathered(weights, lambda name, _: owners[name] == rank, first=False):
         names.add(name)
-        if block := own_block(tensor, main=main):
+        if block := own_block(tensor, owner=owners[name] == rank):
             bits, (starts, length) = to_bits(local(tensor)).reshape(-1), block.stretches()
             for number, first in enumerate(starts.tolist()):
                 total += tensor_digest(name, bits[number * length : (number + 1) * length], first)

@@ -3,9 +3,11 @@
 A thread applies each published patch to a copy of the checkpoint on this machine's disk, so memory never
 holds a second model. An anchor is an upload of that copy. A jump over 8 versions is an exact merge of their
 patches, which stay in memory. For a jump over 64 versions, or over 8 if the patches exceed a budget, a second
-file keeps the weights of the version where the jump begins. The jump is the difference of the two files.
+copy keeps the weights of the version where the jump begins. The jump is the difference of the two copies.
 
-The next manifest names the uploaded shortcuts. If the trainer crashes before, `keep` or `gc` deletes them.
+Each rank does this for the tensors that it owns. Jumps end at multiples of 8 and 64, so all ranks make the
+same ones. A manifest names a shortcut once all ranks have stored their parts. If the trainer crashes before,
+`keep` or `gc` deletes them.
 """
 
 import logging
@@ -14,16 +16,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from delta_weight_sync import codec
-from delta_weight_sync.checkpoint import WEIGHTS, map_bits
+from delta_weight_sync.checkpoint import map_folder
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.errors import BucketError, ProtocolError
 from delta_weight_sync.prune import Keep, Pruner, prune
-from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.publish.writer import PartWriter, RunWriter, Stored
 from delta_weight_sync.reader import apply_delta, require_digest
-from delta_weight_sync.records import STRIDES, Manifest
+from delta_weight_sync.records import STRIDES, FileRef, Manifest
 from delta_weight_sync.scratch import Scratch
 
 _BEHIND: Final = 16  # while more versions than this wait here, it makes no jumps and anchors
@@ -35,7 +37,7 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 class _Start:
-    """Where a stride's next jump begins: that version's weights in a file, or the merged patches since it."""
+    """Where a stride's next jump begins: that version's weights in a copy, or the merged patches since it."""
 
     def __init__(self, stride: int, path: Path) -> None:
         self.stride, self.version = stride, -1
@@ -43,10 +45,14 @@ class _Start:
         self._patches: list[Patch] | None = None
 
     def begin(self, version: int, newest: Path) -> None:
-        """Begin at `version`, whose weights are in the file `newest`."""
+        """Begin at `version`, whose weights are in the folder `newest`."""
         self.version, self._patches = version, [] if self._in_memory else None
         if not self._in_memory:
-            shutil.copyfile(newest, self._path)
+            shutil.copytree(newest, self._path, dirs_exist_ok=True)
+
+    def jump_is_due(self, version: int) -> bool:
+        """Whether a jump ends here. It spans 8 or 64 versions, or less if this trainer began in between."""
+        return version % self.stride == 0 and version - self.version >= self.stride // 2
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
         """Add a version's patches (None if not in memory). Call this before they are applied to `newest`."""
@@ -56,34 +62,47 @@ class _Start:
             self._patches = codec.merge(earlier, patches)
             if nbytes(self._patches) <= budget:
                 return
-        shutil.copyfile(newest, self._path)
-        bits, self._patches = map_bits(self._path, "r+"), None
+        shutil.copytree(newest, self._path, dirs_exist_ok=True)
+        bits, self._patches = map_folder(self._path, "r+"), None
         for patch in earlier:
             codec.apply(codec.inverse(patch), bits[patch.name])
 
     def jump(self, newest: dict[str, Bits]) -> tuple[Iterator[Patch], Callable[[str], Bits]]:
         """The patches from `version` to `newest`, in `newest`'s order, and the bits at `version` by name."""
         if self._patches is None:
-            old = map_bits(self._path)
+            old = map_folder(self._path)
             return (codec.diff(name, old[name], new) for name, new in newest.items()), old.__getitem__
         patches = {patch.name: patch for patch in self._patches}
         found = (patches[name] for name in newest if name in patches)
         return found, lambda name: undone(newest[name], [patches.get(name)])
 
 
+class Published(NamedTuple):
+    """A version: its patches, or the file that holds them, and the digest of this rank's tensors."""
+
+    manifest: Manifest
+    patches: Sequence[Patch] | None
+    digest: str
+    anchor: bool  # make an anchor of it
+    file: Path = Path()
+
+
 class Shortcuts:
     """Makes jumps and anchors. The publishing thread calls `restart` and `add`, in the order of versions."""
 
-    def __init__(self, writer: RunWriter, encoding: Encoding, keep: Keep | None) -> None:
-        """`keep`: how much of the run stays in the bucket; None for everything."""
+    def __init__(self, writer: PartWriter, encoding: Encoding, keep: Keep | None) -> None:
+        """`keep`: how much of the run stays in the bucket (only for a `RunWriter`); None for everything."""
         self._writer, self._encoding = writer, encoding
         self._pruner = Pruner(writer.reader, keep) if keep else None
         self._scratch = Scratch()
         self.folder = self._scratch.path
-        self.path = self.folder / WEIGHTS  # the copy; write the newest version here before `restart`
+        self.path = self.folder / "newest"  # the copy; write the newest version here before `restart`
+        self.path.mkdir()
         self._version = -1
         self._starts = [_Start(stride, self.folder / f"from-{stride}") for stride in STRIDES]
-        self._published: deque[tuple[Manifest, Sequence[Patch] | Path]] = deque()
+        self._published: deque[Published] = deque()
+        self._stored: list[Stored] = []  # that `stored` has not returned yet
+        self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps whose upload failed
         self._changed = threading.Condition()
         self._busy, self._closed, self._said = False, False, ""
         self._stayed = self._came = 0  # bytes that the last pruning left; bytes added between the last two
@@ -92,16 +111,23 @@ class Shortcuts:
         self._thread.start()
 
     def restart(self, version: int) -> None:
-        """Begin at the newest version, whose weights are at `path`."""
+        """Begin at the newest version, whose weights are in `path`."""
         self._version = version
         for start in self._starts:
             start.version = -1
         self.lost = False
 
-    def add(
-        self, manifest: Manifest, patches: Sequence[Patch], delta: bytes, write: Callable[[Path], object]
-    ) -> None:
-        """Add a published version: its patches, its delta file, and a function that writes its weights."""
+    def stored(self) -> list[Stored]:
+        """What has been stored since the last call."""
+        with self._changed:
+            found, self._stored = self._stored, []
+            return found
+
+    def add(self, version: Published, delta: bytes, write: Callable[[Path], object]) -> None:
+        """Add a published version: its delta file, and a function that writes its weights to a folder."""
+        manifest = version.manifest
+        if version.anchor and self.lost:
+            self._stored.append(Stored(None, manifest.version, None))
         if self.lost and manifest.version % _RESTART_EVERY == 0 and self.idle(0):
             try:
                 write(self.path)
@@ -113,16 +139,16 @@ class Shortcuts:
         with self._changed:
             if self.lost or self._closed:
                 return
-            change: Sequence[Patch] | Path = patches
-            waiting = sum(nbytes(held) for _, held in self._published if not isinstance(held, Path))
-            if waiting + nbytes(patches) > _budget(manifest):
-                change = self.folder / f"{manifest.version:08d}.delta"
+            waiting = sum(nbytes(one.patches) for one in (*self._published, version) if one.patches)
+            if waiting > _budget(manifest):
+                version = version._replace(patches=None, file=self.folder / f"{manifest.version:08d}.delta")
                 try:
-                    change.write_bytes(delta)
+                    version.file.write_bytes(delta)
                 except OSError as error:
+                    self._published.append(version)
                     self._lose(error)
                     return
-            self._published.append((manifest, change))
+            self._published.append(version)
             self._changed.notify_all()
 
     def idle(self, timeout_s: float) -> bool:
@@ -145,21 +171,26 @@ class Shortcuts:
                 if self._closed:
                     return
                 self._busy = True
-                manifest, change = self._published.popleft()
+                version = self._published.popleft()
+            anchor = None
             try:
-                self._follow(manifest, change)
+                anchor = self._follow(version)
             except BucketError as error:  # the next version tries again
                 self._complain(error)
             except Exception as error:  # noqa: BLE001 - the run continues without shortcuts
                 with self._changed:
                     self._lose(error)
-            del change  # frees its patches
             with self._changed:
+                if version.anchor:
+                    self._stored.append(Stored(None, version.manifest.version, anchor))
+                del version  # frees its patches
                 self._busy = False
                 self._changed.notify_all()
 
     def _lose(self, error: Exception) -> None:
         self.lost = True
+        anchors = (version.manifest.version for version in self._published if version.anchor)
+        self._stored += [Stored(None, version, None) for version in anchors]
         self._published.clear()
         self._complain(error)
 
@@ -168,33 +199,44 @@ class Shortcuts:
             _log.warning("no jumps and anchors for now: %s", error)
         self._said = str(error)
 
-    def _follow(self, manifest: Manifest, change: Sequence[Patch] | Path) -> None:
-        patches = None if isinstance(change, Path) else change
+    def _follow(self, version: Published) -> list[FileRef] | None:
+        """Apply a version, and make the shortcuts that are due. Returns the files of an anchor, if wanted."""
+        number, patches = version.manifest.version, version.patches
         for start in self._starts:
             if start.version < 0:
                 start.begin(self._version, self.path)
-            start.add(patches, self.path, _budget(manifest))
-        bits = map_bits(self.path, "r+")
+            start.add(patches, self.path, _budget(version.manifest))
+        bits = map_folder(self.path, "r+")
         for patch in patches or ():
             codec.apply(patch, bits[patch.name])
-        if isinstance(change, Path):
-            apply_delta(bits, change)
-            change.unlink()
-        self._version = manifest.version
+        if patches is None:
+            apply_delta(bits, version.file)
+            version.file.unlink()
+        self._version = number
+        due = [start for start in self._starts if start.jump_is_due(number)]
         if len(self._published) > _BEHIND:
-            return
-        due = [start for start in self._starts if self._version - start.version >= start.stride]
-        anchor = self._writer.anchor_is_due()
-        if due or anchor:
-            require_digest(bits, manifest)
-            for start in due:
-                self._jump(start, bits)
-                start.begin(self._version, self.path)
-            if anchor:
-                self._writer.add_anchor(self._version, self.path)
-            self._prune(manifest)
+            due = []
+        anchor = self._make(version, due, bits) if due or version.anchor or self._unsent else None
+        if isinstance(self._writer, RunWriter):
+            self._writer.look_for_damage()
+        return anchor
 
-    def _jump(self, start: _Start, newest: dict[str, Bits]) -> None:
+    def _make(self, version: Published, due: list[_Start], bits: dict[str, Bits]) -> list[FileRef] | None:
+        number, anchor = version.manifest.version, None
+        require_digest(bits, version.manifest, version.digest)
+        for start in due:
+            self._unsent.append(self._jump(start, bits))
+            start.begin(number, self.path)
+        while self._unsent:
+            self._send_jump(*self._unsent[0])
+            del self._unsent[0]
+        if version.anchor:
+            anchor = self._writer.put_weights(number, sorted(self.path.iterdir()))
+        self._prune(version.manifest)
+        return anchor
+
+    def _jump(self, start: _Start, newest: dict[str, Bits]) -> tuple[int, int, bytes, int]:
+        """Base, version, file and number of changes of the jump from `start` to the newest version."""
         patches, old = start.jump(newest)
         base, version, sizes = start.version, self._version, list[int]()
 
@@ -206,11 +248,17 @@ class Shortcuts:
                 yield patch
 
         data = codec.encode(counted(), old, base=base, version=version, encoding=self._encoding)
-        self._writer.add_jump(base, version, data, sum(sizes))
+        return base, version, data, sum(sizes)
+
+    def _send_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
+        some = changed or isinstance(self._writer, RunWriter)  # other ranks leave out an empty part
+        files = [self._writer.put_jump(base, version, data, changed)] if some else []
+        with self._changed:
+            self._stored.append(Stored(base, version, files))
 
     def _prune(self, newest: Manifest) -> None:
         """Prune. Leave room for an anchor and twice the bytes added between the last two prunings."""
-        if self._pruner is None:
+        if self._pruner is None or not isinstance(self._writer, RunWriter):
             return
         room = newest.full_bytes + 2 * self._came
         try:

@@ -1,17 +1,27 @@
-"""Writing a run: files and manifest first, HEAD last, under names that no other writer uses."""
+"""Writing a run: files and manifest first, HEAD last, under names that no other writer uses.
+
+Each rank of a trainer stores its own parts of deltas, jumps and anchors (`PartWriter`). Rank 0 names them in
+manifests, once all parts are stored, and writes HEAD (`RunWriter`).
+"""
 
 import hashlib
+import itertools
+import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from delta_weight_sync.checkpoint import INDEX
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Kind, Problems, RunReader
 from delta_weight_sync.records import (
     ANCHOR_PAYS,
     MAX_FILES,
+    MAX_REFS,
+    STRIDES,
     AnchorRef,
     DeltaRef,
     FileRef,
@@ -30,7 +40,42 @@ _EVERY = 16  # versions between two listings of the run
 _log = logging.getLogger("delta_weight_sync")
 
 
-class RunWriter:
+class Stored(NamedTuple):
+    """A rank's part of a jump from `base` to `version`, or of an anchor (`base` is None), in the bucket."""
+
+    base: int | None
+    version: int
+    files: Sequence[FileRef] | None  # None: the rank could not store it
+
+
+class PartWriter:
+    """Stores what one rank owns of a run. `part` distinguishes its keys from those of other ranks."""
+
+    def __init__(self, reader: RunReader, writer: Writer, newest: Manifest | None, part: str = "") -> None:
+        self.reader, self.bucket, self.keys = reader, reader.bucket, reader.keys
+        self.writer, self.newest, self.part = writer, newest, part
+
+    def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
+        """Store this rank's part of the delta that leads to `version`."""
+        key = self.keys.delta(version, self.writer, self.part)
+        self.bucket.put(key, data)
+        return _delta(key, data, version - 1, version, changed)
+
+    def put_jump(self, base: int, version: int, data: bytes, changed: int) -> DeltaRef:
+        """Store this rank's part of a jump between published versions."""
+        key = self.keys.jump(base, version, self.writer, self.part)
+        self.bucket.put(key, data)
+        return _delta(key, data, base, version, changed)
+
+    def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
+        """Store this rank's files of the weights of an anchor of `version`."""
+        return [self._put_file(version, path) for path in paths]
+
+    def _put_file(self, version: int, path: Path) -> FileRef:
+        return put_file(self.bucket, path, self.keys.anchor(version, self.writer, path.name))
+
+
+class RunWriter(PartWriter):
     """The one writer of a run. A crash between any two writes leaves the previous HEAD valid.
 
     Creating a `RunWriter` fences off any other writer. A new run needs the name of its base `model`, and
@@ -47,22 +92,25 @@ class RunWriter:
         signing_key: str | Path | None = None,
     ) -> None:
         self._signing_key, trusted = writer_keys(signing_key)
-        self.reader = RunReader(bucket, run, trusted)
-        self.bucket, self.keys, self.model, self.assets = bucket, self.reader.keys, model, assets
+        reader = RunReader(bucket, run, trusted)
+        others = reader.writers()
+        super().__init__(reader, Writer.after(others), None)
+        self.model, self.assets = model, assets
         self._asset_refs: list[FileRef] = []
         self._decided: Manifest | None = None  # the next version, until the store has taken it
         self._delta: tuple[str, bytes] | None = None  # key and content of its delta
-        # In the bucket, but named by no manifest yet. One thread at most calls `add_jump` and `add_anchor`.
+        # In the bucket, but named by no manifest yet.
+        self.index: Mapping[str, str] = {}  # the file of each tensor, if the weights are in several files
+        self.ordered: int | None = None  # the version of an anchor that not all ranks have stored yet
+        self._parts: dict[tuple[int | None, int], dict[int, Stored]] = {}  # by base and version, by rank
         self._jumps: list[DeltaRef] = []
         self._new_anchor: AnchorRef | None = None
         self._considered = 0  # length of `_jumps` when `_decided` was made
         self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was found intact last
         self._intact = 0  # the last version whose files were all found as published
+        self._damaged = False  # a file of a version after that was not
         self._started = time.time()
         self.on_version: Callable[[Manifest], object] | None = None  # called after each published version
-        self.newest: Manifest | None = None
-        others = self.reader.writers()
-        self.writer = Writer.after(others)
         self.newest = self._claim(others)
 
     def _claim(self, others: list[Writer]) -> Manifest | None:
@@ -95,34 +143,33 @@ class RunWriter:
     def anchor_is_due(self) -> bool:
         """Whether an anchor is needed: a join would fetch too much, or the newest version is damaged."""
         newest = self.newest
-        if newest is None or self._new_anchor:
+        if newest is None or self._new_anchor or self.ordered:
             return False
-        if self._finds_damage(newest):
-            self._asset_refs = []  # the next anchor stores these files again
+        if self._damaged:
             return True
         deltas = *newest.deltas, *newest.jumps, *self._jumps
         recipe = cheapest_recipe(newest.anchor, deltas, newest.version, None)
         behind = recipe.deltas if recipe else ()
-        many = len(behind) >= MAX_FILES or len(newest.deltas) >= 512  # a manifest names at most 1024
+        many = len({delta.version for delta in behind}) >= MAX_FILES or len(newest.deltas) >= MAX_REFS // 2
         return many or sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes
 
-    def _finds_damage(self, newest: Manifest) -> bool:
-        """Whether a file of the newest version is missing or has changed.
+    def look_for_damage(self) -> None:
+        """Find out whether a file of the newest version is missing or has changed; an anchor is then due.
 
         This lists the run every `_EVERY` versions, or each time while it finds damage. It reads each small
         file of the checkpoint once, but no weights and deltas: this writer has written or read them itself.
         """
-        if newest.version < self._intact + _EVERY:
-            return False
+        newest = self.newest
+        if newest is None or self._new_anchor or newest.version < self._intact + _EVERY:
+            return
         there = {info.key: info for info in self.bucket.list(self.keys.folder)}
         files = newest.recipe().files
         if not self.assets:  # without the base model, only weights and deltas can be stored again
             files = tuple(file for file in files if file.name.endswith(".safetensors"))
         listed = {file.key: there.get(file.key) for file in files}
-        damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
-        if not damaged:
+        self._damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
+        if not self._damaged:
             self._listed, self._intact = listed, newest.version
-        return damaged
 
     def _is_damaged(self, file: FileRef, now: ObjectInfo | None) -> bool:
         if now is None or now.size != file.size:
@@ -138,43 +185,61 @@ class RunWriter:
             return True
         return False
 
-    def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
-        """Store the weights of `version`, and the checkpoint's small files unless they are stored."""
-
-        def put(path: Path) -> FileRef:
-            return put_file(self.bucket, path, self.keys.anchor(version, self.writer, path.name))
-
-        weights = put(weights_file)
-        if self.assets and not self._asset_refs:
+    def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
+        """Store this rank's files of an anchor: weights, and the small files unless they are stored."""
+        weights = super().put_weights(version, paths)
+        if self.assets and (self._damaged or not self._asset_refs):
             files = [path for path in sorted(self.assets.iterdir()) if path.is_file()]
-            self._asset_refs = [put(path) for path in files if path.suffix != ".safetensors"]
+            self._asset_refs = [self._put_file(version, p) for p in files if p.suffix != ".safetensors"]
         elif self.newest and not self._asset_refs:
-            known = self.newest.anchor.files
-            self._asset_refs = [file for file in known if not file.name.endswith(".safetensors")]
-        return AnchorRef(version=version, files=(weights, *self._asset_refs))
+            known = self.newest.anchor
+            self._asset_refs = [f for f in known.files if f not in known.weights and f.name != INDEX]
+        table = []
+        if self.index:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / INDEX
+                path.write_text(json.dumps({"metadata": {}, "weight_map": self.index}))
+                table = [self._put_file(version, path)]
+        self._damaged = False
+        return [*weights, *table, *self._asset_refs]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Prepare the delta that leads to `version`; `commit` stores it together with manifest and HEAD."""
-        self._delta = self.keys.delta(version, self.writer), data
-        return _delta(self._delta[0], data, version - 1, version, changed)
+        """Prepare the delta, or this rank's part; `commit` stores it together with manifest and HEAD."""
+        key = self.keys.delta(version, self.writer, self.part)
+        self._delta = key, data
+        return _delta(key, data, version - 1, version, changed)
 
-    def add_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
-        """Store a jump between published versions. The next manifest names it."""
-        jump = _delta(self.keys.jump(base, version, self.writer), data, base, version, changed)
-        self.bucket.put(jump.key, data)
-        self._jumps.append(jump)
-
-    def add_anchor(self, version: int, weights_file: Path) -> None:
-        """Store an anchor of a published version. The next manifest names it."""
-        self._new_anchor = self.put_anchor(version, weights_file)
+    def collect(self, stored: Sequence[Sequence[Stored]]) -> None:
+        """Take what each rank has stored, by rank. The next manifest names the jumps and the anchor among
+        these that all ranks have stored."""
+        for rank, parts in enumerate(stored):
+            for part in parts:
+                self._parts.setdefault((part.base, part.version), {})[rank] = part
+        for base, version in [*self._parts]:
+            found = sorted(self._parts[base, version].items())
+            if len(found) < len(stored):
+                if self.newest and version < self.newest.version - 2 * max(STRIDES):
+                    del self._parts[base, version]  # a rank was behind, and made another jump
+                continue
+            del self._parts[base, version]
+            if version == self.ordered:
+                self.ordered = None
+            if all(part.files is not None for _, part in found):
+                files = [file for _, part in found for file in part.files or ()]
+                if base is None:
+                    self._new_anchor = AnchorRef(version=version, files=tuple(files))
+                else:
+                    self._jumps += [file for file in files if isinstance(file, DeltaRef)]
 
     def pending_keys(self) -> set[str]:
         """Keys of the objects that are in the bucket, but that no version names yet."""
-        return {ref.key for ref in (*self._jumps, *(self._new_anchor.files if self._new_anchor else ()))}
+        stored = [part.files or () for ranks in self._parts.values() for part in ranks.values()]
+        anchor = self._new_anchor.files if self._new_anchor else ()
+        return {ref.key for ref in (*itertools.chain(*stored), *self._jumps, *anchor)}
 
     def commit(
         self,
-        delta: DeltaRef | None,
+        delta: Sequence[DeltaRef],
         anchor: AnchorRef | None,
         *,
         digest: str,
@@ -182,11 +247,14 @@ class RunWriter:
         total: int,
         created_at: float,
     ) -> Manifest:
-        """Decide what the next version holds, and publish it. Raises what `confirm` raises."""
+        """Decide what the next version holds, and publish it. Raises what `confirm` raises.
+
+        `delta`: the parts of the delta from the version before; empty for a version that is an anchor.
+        """
         previous, version = self.newest, self.newest.version + 1 if self.newest else 0
         newest_anchor = anchor or self._new_anchor or (previous.anchor if previous else None)
         assert newest_anchor is not None, "version 0 needs an anchor"
-        deltas = (*previous.deltas, delta) if previous and delta else ()
+        deltas = (*previous.deltas, *delta) if previous and delta else ()
         new = tuple(self._jumps)
         self._considered = len(new)
         jumps = (*previous.jumps, *new) if previous and delta else ()
@@ -204,7 +272,7 @@ class RunWriter:
             deltas=deltas,
             jumps=jumps,
             parent=self._reference(previous) if previous else None,
-            changed=delta.changed if delta else 0,
+            changed=sum(part.changed for part in delta),
             total=total,
             full_bytes=2 * total,
         )

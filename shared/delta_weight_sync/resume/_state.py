@@ -65,9 +65,9 @@ class StateSaver:
     """Uploads one snapshot at a time in the background. Every rank has a saver; all save at the same time."""
 
     def __init__(
-        self, reader: RunReader, peers: Peers, outbox: Outbox | None, writer: RunWriter | None, every_s: float
+        self, reader: RunReader, peers: Peers, outbox: Outbox, writer: RunWriter | None, every_s: float
     ) -> None:
-        """Only the main rank has an `outbox` and a `writer`."""
+        """Only the main rank has a `writer`."""
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
         self._every_s, self._next = every_s, 0.0  # when the next snapshot is due
         self.thread: threading.Thread | None = None  # of the last upload
@@ -107,7 +107,7 @@ class StateSaver:
 
     def _save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         # The state is named by the main rank's number of the sync, because TRL counts only there.
-        own = (self._outbox.pinned(), sync) if self._outbox else None
+        own = (self._outbox.pinned(), sync) if self._peers.main else None
         manifest, sync = self._peers.exchange(own)[0]
         if manifest is None:
             return
@@ -177,12 +177,17 @@ class Snapshot:
 class FoundState:
     """A downloaded state: this rank's file (`path`), and the main rank's, which also has what ranks share.
 
-    On the main rank, `bits` returns the weights of the state's version. Raises `ProtocolError` for a file
-    that is not a state.
+    `bits` returns a rank that has a tensor of the state's version, and on that rank the tensor. Raises
+    `ProtocolError` for a file that is not a state.
     """
 
     def __init__(
-        self, record: StateRecord, peers: Peers, path: Path, main: Path, bits: Callable[[str], Bits] | None
+        self,
+        record: StateRecord,
+        peers: Peers,
+        path: Path,
+        main: Path,
+        bits: Callable[[str], tuple[int, Bits | None]],
     ) -> None:
         self.record, self._peers, self._bits = record, peers, bits
         self._note, self._main = _note(path), _note(main)
@@ -233,7 +238,8 @@ class FoundState:
         if kind == _WHOLE:
             new = tensors[f"whole/{name}"]
         else:
-            published = self._peers.share(self._bits(name) if self._bits else None, tensor.shape)
+            source, published = self._bits(name)
+            published = self._peers.share(published, tensor.shape, source)
             bits = np.array(published[held_block(tensor).at], order="C")
             new = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
             keys = (key for key in ("low", "index", "words") if f"{key}/{name}" in tensors)
@@ -256,15 +262,15 @@ def _note(path: Path) -> dict[str, Any]:
     return note
 
 
-def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: Path) -> FoundState | None:
+def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Path) -> FoundState | None:
     """Find the newest state that a run can resume from and download it to `folder`; None for a new run.
 
     Tells `outbox` which syncs the earlier trainer published after that state; if this trainer repeats them
     exactly, they are not published again. Raises `StateError` if the run has versions after version 0 but no
-    state, or if another number of processes saved the state.
+    state, or if another number of processes saved the state. Every rank must call it.
     """
     with peers.fail_together():
-        listed = list(usable_states(reader)) if outbox else []
+        listed = list(usable_states(reader)) if peers.main else []
     for record, later in peers.exchange(listed)[0]:
         if (saved := len(record.ranks)) != peers.size:
             raise StateError(
@@ -274,18 +280,17 @@ def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: P
         with peers.fail_together():
             found = _fetched(reader, outbox, record, peers, folder)
         if all(peers.exchange(found is not None)):
-            if outbox:
-                outbox.repeated = RepeatedSyncs(_repeated(record, later))
+            outbox.repeated = RepeatedSyncs(_repeated(record, later))
             return found
     with peers.fail_together():
-        newest = reader.newest() if outbox else None
+        newest = reader.newest() if peers.main else None
         if newest and newest.version > 0:
             raise StateError(
                 f"run {reader.keys.run!r} has versions up to {newest.version}, but no state to resume from:"
                 " start again from the base (`--fresh`), or from a checkout of the newest version"
             )
-        if newest and outbox:
-            outbox.repeated = RepeatedSyncs({newest.sync: newest.digest})
+    if newest := peers.exchange(newest)[0]:
+        outbox.repeated = RepeatedSyncs({newest.sync: newest.digest})
     return None
 
 
@@ -322,18 +327,18 @@ def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
 
 
 def _fetched(
-    reader: RunReader, outbox: Outbox | None, record: StateRecord, peers: Peers, folder: Path
+    reader: RunReader, outbox: Outbox, record: StateRecord, peers: Peers, folder: Path
 ) -> FoundState | None:
     try:
         own = reader.fetch(record.ranks[peers.rank], folder)
         main = own if peers.main else reader.fetch(record.ranks[0], folder)
-        bits: Callable[[str], Bits] | None = None
-        if outbox and outbox.mirror and record.version == outbox.version:
-            bits = outbox.mirror.bits
-        elif outbox:
+        if outbox.shapes and record.version == outbox.version:
+            return FoundState(record, peers, own, main, outbox.bits)
+        state: dict[str, Bits] = {}
+        if peers.main:
             manifest = next(manifest for manifest in reader.versions() if manifest.version == record.version)
-            bits = reader.checkout(manifest, folder / "version").__getitem__
-        return FoundState(record, peers, own, main, bits)
+            state = reader.rebuild(manifest, folder / "version")
+        return FoundState(record, peers, own, main, lambda name: (0, state.get(name)))
     except _DAMAGED as error:
         _log.warning("skipped the damaged state of version %d: %s", record.version, error)
         return None

@@ -10,7 +10,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from delta_weight_sync.checkpoint import WEIGHTS, map_bits
+from delta_weight_sync.checkpoint import map_folder
 from delta_weight_sync.errors import ProtocolError, SettingsError
 from delta_weight_sync.reader import RunReader, checkpoint_errors, remove_other_files
 from delta_weight_sync.records import Manifest
@@ -71,7 +71,7 @@ class Layout:
             shutil.rmtree(self._version, ignore_errors=True)
             shutil.copytree(anchor, self._version)
             with checkpoint_errors(manifest.anchor):
-                state = map_bits(self._version / WEIGHTS, "r+")
+                state = map_folder(self._version, "r+")
             for ref in self._reader.recipe(manifest).deltas:
                 self._reader.apply(state, ref, self._version)
                 self._fetched += ref.size
@@ -98,10 +98,9 @@ class Layout:
         If that fails, complete files stay for the next try.
         """
         anchor = manifest.anchor
-        weights = next((ref for ref in anchor.files if ref.name == WEIGHTS), None)
-        if weights is None:
-            raise ProtocolError(f"the anchor of version {anchor.version} has no {WEIGHTS}")
-        kept, coming = self._anchors / weights.sha256, self._anchors / "coming"
+        if not anchor.weights:
+            raise ProtocolError(f"the anchor of version {anchor.version} has no weights")
+        kept, coming = self._anchors / anchor.weights[0].sha256, self._anchors / "coming"
         if all((path := kept / ref.name).is_file() and ref.is_in(path) for ref in anchor.files):
             self._wanted -= sum(ref.size for ref in anchor.files)
             return kept
@@ -109,11 +108,11 @@ class Layout:
             shutil.rmtree(coming, ignore_errors=True)
             kept.rename(coming)
         remove_other_files(coming, anchor)
-        for ref in anchor.small_first():
-            if ref is weights:  # the disk may have no room for the weights of two anchors
-                for other in self._anchors.iterdir():
-                    if other != coming:
-                        shutil.rmtree(other)
-            self._reader.fetch(ref, coming)
-            self._fetched += ref.size
+        small = [ref for ref in anchor.files if ref not in anchor.weights]
+        self._reader.fetch_all(small, coming)
+        for other in self._anchors.iterdir():  # the disk may have no room for the weights of two anchors
+            if other != coming:
+                shutil.rmtree(other)
+        self._reader.fetch_all(anchor.weights, coming)
+        self._fetched += sum(ref.size for ref in anchor.files)
         return coming.rename(kept)

@@ -14,7 +14,6 @@ from collections import deque
 from pathlib import Path
 
 from delta_weight_sync import errors
-from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
@@ -261,15 +260,14 @@ class Follower:
             self._join(manifest)
 
     def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
-        started, paths = time.perf_counter(), list[Path]()
+        started = time.perf_counter()
         try:
-            for delta in deltas:
-                paths.append(self._reader.fetch(delta, self._folder))
+            paths = self._reader.fetch_all(deltas, self._folder)
             fetch_s = time.perf_counter() - started
             times = self._engine.take(paths, manifest.digest, str(TokenVersion.of(manifest)))
         finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
+            for delta in deltas:
+                (self._folder / delta.name).unlink(missing_ok=True)
         self._serve(manifest, fetch_s, *times)
 
     # By a join: fetch a checkpoint, stage what differs, commit.
@@ -300,7 +298,8 @@ class Follower:
             self._refused.judge(error)
             raise
         self._refused.forget()
-        (folder / WEIGHTS).unlink()  # they are live now
+        for ref in manifest.anchor.weights:
+            (folder / ref.name).unlink()  # they are live now
         self._serve(manifest, fetch_s, *times, joined=True)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:

@@ -207,7 +207,7 @@ class LiveWeights:
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
         # Writable, although nothing is written: numba would compile its kernels again for read-only arrays.
-        wanted = checkpoint.map_bits(folder / checkpoint.WEIGHTS, "r+")
+        wanted = checkpoint.map_folder(folder, "r+")
         patches = (codec.diff(name, bits, wanted[name]) for name, bits in self._fallback.bits.items())
         reloaded = [patch for patch in patches if patch.index.size]
         return self._staged(self._differences(wanted), reloaded, self.digest())

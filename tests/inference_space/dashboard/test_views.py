@@ -43,7 +43,7 @@ def test_counts_by_layer_and_kind_and_distances(tmp_path: Path) -> None:
     path = tmp_path / "delta.safetensors"
     old = np.full((8, 64), 0x3C00, np.uint16)
     path.write_bytes(codec.encode(patches, lambda _: old, base=6, version=7))
-    delta = open_delta(path)
+    delta = open_delta([path])
     assert (delta.base, delta.version, delta.encoding, delta.changes) == (6, 7, "fast", 7)
     assert tensor_map(delta.tensors) == {
         ("embed_tokens", None): (4, 512),
@@ -61,7 +61,7 @@ def test_distances_that_need_the_old_weights_are_explained(tmp_path: Path) -> No
     patch = Patch(NAMES[1], old.shape, small, np.ones(small.size, np.uint16))
     path = tmp_path / "delta.safetensors"
     path.write_bytes(codec.encode([patch], lambda _: old, base=6, version=7, encoding="small"))
-    delta = open_delta(path)
+    delta = open_delta([path])
     assert (delta.ulps, delta.encoding, delta.changes) == (None, "small", small.size)
     assert "(mode bands)" in delta.why
     assert delta.why in inside(delta)
@@ -105,7 +105,7 @@ def claiming(
 def peak(path: Path) -> tuple[OpenedDelta, int]:
     tracemalloc.start()
     try:
-        return open_delta(path), tracemalloc.get_traced_memory()[1]
+        return open_delta([path]), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
@@ -159,14 +159,14 @@ def test_a_longer_table_is_not_read_at_all(tmp_path: Path) -> None:
 def test_a_table_that_cannot_be_is_refused(tmp_path: Path, tensor: list[object], complaint: str) -> None:
     path = claiming(tmp_path / "delta", [tensor], [{"mode": "dense"}])
     with pytest.raises(CodecError, match=complaint):
-        open_delta(path)
+        open_delta([path])
 
 
 @pytest.mark.finding(3)
 def test_a_layer_of_thousands_of_digits_is_a_name_and_names_fill_no_page(tmp_path: Path) -> None:
     names = [f"model.layers.{'9' * 5000}.x", *(f"w{n}" for n in range(60_000))]
     page = inside(
-        open_delta(claiming(tmp_path / "delta", [[n, [1], 1, 0] for n in names], [{"mode": "bands"}]))
+        open_delta([claiming(tmp_path / "delta", [[n, [1], 1, 0] for n in names], [{"mode": "bands"}])])
     )
     assert "outside the layers" in page
     assert len(page) < 50_000
