@@ -165,7 +165,9 @@ def test_pending_updates_are_undone_in_one_pass():
 
     old, names = np.zeros(2, np.uint16), [f"expert.{i}" for i in range(2000)]
     once = [Walked(codec.diff(name, old + step, old + step + 1) for name in names) for step in (0, 1)]
-    pending = [PendingUpdate(patches, digest="", own="", sync=0, created_at=0.0, diff_s=0.0) for patches in once]
+    pending = [
+        PendingUpdate(patches, digest="", own="", sync=0, created_at=0.0, diff_s=0.0) for patches in once
+    ]
     for name in names:
         patches = (update.by_name.get(name) for update in reversed(pending))
         np.testing.assert_array_equal(undone(old + 2, patches), old)

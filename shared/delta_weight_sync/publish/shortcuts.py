@@ -102,6 +102,7 @@ class Shortcuts:
         self._starts = [_Start(stride, self.folder / f"from-{stride}") for stride in STRIDES]
         self._published: deque[Published] = deque()
         self._stored: list[Stored] = []  # that `stored` has not returned yet
+        self._unnamed: dict[str, int] = {}  # keys that the bucket has and no manifest names yet -> version
         self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps whose upload failed
         self._changed = threading.Condition()
         self._busy, self._closed, self._said = False, False, ""
@@ -232,6 +233,7 @@ class Shortcuts:
             del self._unsent[0]
         if version.anchor:
             anchor = self._writer.put_weights(number, sorted(self.path.iterdir()))
+            self._unnamed |= {file.key: number for file in anchor}
         self._prune(version.manifest)
         return anchor
 
@@ -253,6 +255,7 @@ class Shortcuts:
     def _send_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
         some = changed or isinstance(self._writer, RunWriter)  # other ranks leave out an empty part
         files = [self._writer.put_jump(base, version, data, changed)] if some else []
+        self._unnamed |= {file.key: version for file in files}
         with self._changed:
             self._stored.append(Stored(base, version, files))
 
@@ -261,8 +264,10 @@ class Shortcuts:
         if self._pruner is None or not isinstance(self._writer, RunWriter):
             return
         room = newest.full_bytes + 2 * self._came
+        named, old = {file.key for file in newest.files}, newest.version - 2 * max(STRIDES)
+        self._unnamed = {key: v for key, v in self._unnamed.items() if key not in named and v > old}
         try:
-            survey = self._pruner.survey(self._writer.pending_keys(), room)
+            survey = self._pruner.survey(self._unnamed, room)
         except ProtocolError as error:  # a damaged manifest does not say which files it needs
             _log.warning("deleted nothing of the run, because a manifest is damaged: %s", error)
             return

@@ -5,7 +5,6 @@ manifests, once all parts are stored, and writes HEAD (`RunWriter`).
 """
 
 import hashlib
-import itertools
 import json
 import logging
 import tempfile
@@ -230,12 +229,6 @@ class RunWriter(PartWriter):
                     self._new_anchor = AnchorRef(version=version, files=tuple(files))
                 else:
                     self._jumps += [file for file in files if isinstance(file, DeltaRef)]
-
-    def pending_keys(self) -> set[str]:
-        """Keys of the objects that are in the bucket, but that no version names yet."""
-        stored = [part.files or () for ranks in self._parts.values() for part in ranks.values()]
-        anchor = self._new_anchor.files if self._new_anchor else ()
-        return {ref.key for ref in (*itertools.chain(*stored), *self._jumps, *anchor)}
 
     def commit(
         self,
