@@ -325,12 +325,12 @@ class Outbox:
 
     def _lay_out(self) -> None:
         """Divide the tensors among the files of a checkpoint, and write those of this rank."""
-        files, size = list[list[str]](), _FILE_BYTES
+        files, left = list[list[str]](), -1  # `left`: bytes that the last file has room for
         for name in (name for name in self.shapes if self.owners[name] == self._peers.rank):
-            size += 2 * math.prod(self.shapes[name])
-            if size > _FILE_BYTES:
+            left -= 2 * math.prod(self.shapes[name])
+            if left < 0:
                 files.append([])
-                size = 2 * math.prod(self.shapes[name])
+                left = _FILE_BYTES - 2 * math.prod(self.shapes[name])
             files[-1].append(name)
         ranks: list[list[list[str]]] = self._peers.exchange(files)
         before, count = sum(map(len, ranks[: self._peers.rank])), sum(map(len, ranks))

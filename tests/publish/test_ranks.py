@@ -1,0 +1,214 @@
+"""Each rank publishes its share. If a rank dies, a version is whole or not there, and any number goes on."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from delta_weight_sync import Publisher, codec
+from delta_weight_sync.checkpoint import INDEX, to_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import PeerError
+from delta_weight_sync.publish import mirror, outbox, shortcuts
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store._files import FileBucket
+from tests import forked
+
+SHAPES = {f"layers.{n}.weight": (64, 48 + n % 3) for n in range(12)} | {"norm.weight": (7,), "none": (0, 3)}
+
+
+def weights(step: int) -> dict[str, torch.Tensor]:
+    """The weights after a number of steps, each of which moves one weight in twenty."""
+    generator = torch.Generator().manual_seed(0)
+    found = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    for number in range(step):
+        generator.manual_seed(number + 1)
+        for weight in found.values():
+            moves = torch.rand(weight.shape, generator=generator) < 0.05
+            weight += moves * 0.01 * torch.randn(weight.shape, generator=generator)
+    return found
+
+
+def digest(step: int) -> str:
+    return to_hex(state_digest({name: to_bits(weight) for name, weight in weights(step).items()}))
+
+
+def reader_of(folder: Path) -> RunReader:
+    return RunReader(open_bucket((folder / "bucket").as_uri()), "run")
+
+
+def start(work: Callable[..., None], size: int, folder: Path, *arguments: object) -> list[int | None]:
+    """Run `work` on each rank; returns the exit codes. A rank that hangs fails the test."""
+    (folder / "base").mkdir(parents=True, exist_ok=True)
+    (folder / "base" / "config.json").write_text("{}")
+    (folder / "store").unlink(missing_ok=True)
+    ranks = [forked.start(_rank, work, rank, size, folder, *arguments) for rank in range(size)]
+    try:
+        for rank in ranks:
+            rank.join(300)
+        return [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _rank(work: Callable[..., None], rank: int, size: int, folder: Path, *arguments: object) -> None:
+    torch.set_num_threads(1)
+    if size > 1:
+        store = dist.FileStore(f"{folder}/store", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    work(rank, folder, *arguments)
+    if size > 1:
+        dist.destroy_process_group()
+
+
+def publisher(folder: Path, **options: Any) -> Publisher:
+    return Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base", **options)
+
+
+# Counted.
+
+
+def count(rank: int, folder: Path) -> None:
+    """Publish three versions; note what this rank diffs, keeps, encodes and uploads of weights."""
+    diffed, encoded, sent = [0], [0], [0]
+    add, encode, put = mirror.Search.add, codec.encode, FileBucket._put
+
+    def counted_add(self: mirror.Search, part: mirror.Part) -> None:
+        diffed[0] += part.tensor.numel()
+        add(self, part)
+
+    def counted_encode(patches: list[codec.Patch], *arguments: Any, **options: Any) -> bytes:
+        encoded[0] += sum(patch.index.size for patch in patches)
+        return encode(patches, *arguments, **options)
+
+    def counted_put(self: FileBucket, key: str, data: bytes | Path) -> None:
+        if key.endswith(".safetensors"):
+            sent[0] += data.stat().st_size if isinstance(data, Path) else len(data)
+        put(self, key, data)
+
+    mirror.Search.add = counted_add  # type: ignore[method-assign]
+    codec.encode = counted_encode
+    FileBucket._put = counted_put  # type: ignore[method-assign]
+    with publisher(folder) as publishing:
+        for step in range(3):
+            publishing.publish(weights(step).items(), step)
+            publishing.flush()
+        kept = publishing._outbox.mirror
+        assert not publishing._outbox._shards.mirror.shapes, "every rank holds the model whole"
+        held = sum(kept.bits(name).size for name in kept.shapes)
+    (folder / f"counts-{rank}").write_text(f"{diffed[0]} {held} {encoded[0]} {sent[0]}")
+
+
+@pytest.mark.full
+def test_work_memory_and_uploads_of_a_rank_fall_with_the_number_of_ranks(tmp_path):
+    """Each is its share, give or take a tenth; and the versions are those of one process."""
+    for size in (1, 2, 4):
+        folder = tmp_path / f"{size}"
+        assert start(count, size, folder) == [0] * size
+        counts = [[*map(int, (folder / f"counts-{r}").read_text().split())] for r in range(size)]
+        if size == 1:
+            whole = counts[0]
+        assert [sum(column) for column in zip(*counts, strict=True)][:3] == whole[:3]
+        for own in counts:
+            assert own == pytest.approx([number / size for number in whole], rel=0.1)
+        manifests = [*reader_of(folder).versions()][::-1]
+        assert [m.digest for m in manifests] == [digest(step) for step in range(3)]
+        assert [len(m.delta) for m in manifests[1:]] == [size] * 2
+        assert len(manifests[0].anchor.weights) == size
+        assert any(ref.name == INDEX for ref in manifests[0].anchor.files) == (size > 1)
+
+
+# Killed.
+
+
+def dies_after(kind: Any, name: str) -> None:
+    """This process dies when it has called a method."""
+    method = getattr(kind, name)
+
+    def dying(*arguments: Any, **options: Any) -> None:
+        method(*arguments, **options)
+        os._exit(9)
+
+    setattr(kind, name, dying)
+
+
+def dies_after_storing(part: str) -> None:
+    """This process dies when it has stored an object whose key holds `part`."""
+    put = FileBucket._put
+
+    def dying(self: FileBucket, key: str, data: bytes | Path) -> None:
+        put(self, key, data)
+        if part in key:
+            os._exit(9)
+
+    FileBucket._put = dying  # type: ignore[method-assign]
+
+
+FAULTS = {
+    "diff": partial(dies_after, mirror.Search, "found"),
+    "swap": partial(dies_after, outbox.Peers, "swap"),
+    "digest": partial(dies_after, outbox.RepeatedSyncs, "holds_back"),
+    "encode": partial(dies_after, codec, "encode"),
+    "delta": partial(dies_after_storing, "/deltas/"),
+    "manifest": partial(dies_after_storing, "/manifests/"),
+    "head": partial(dies_after_storing, "/heads/"),
+    "jump": partial(dies_after_storing, "/jumps/"),
+    "anchor": partial(dies_after_storing, "/anchors/"),
+    "collect": partial(dies_after, RunWriter, "collect"),
+}
+
+
+def live(rank: int, folder: Path, begin: int, fault: str, victim: int) -> None:
+    """Publish ten versions. From the third on, the victim may die; then the others must raise `PeerError`."""
+    shortcuts.STRIDES = (4, 8)  # type: ignore[assignment]
+    RunWriter.anchor_is_due = lambda self: self.newest.version % 3 == 0 and not self.ordered
+    outbox._FILE_BYTES = 20_000
+    try:
+        with publisher(folder) as publishing:
+            for step in range(begin, begin + 10):
+                if step == begin + 2 and rank == victim:
+                    FAULTS[fault]()
+                publishing.publish(weights(step).items(), step)
+                publishing.flush()
+                publishing._outbox.shortcuts.idle(60)
+    except PeerError:
+        return
+    assert not fault, "a rank has died, and nobody noticed"
+
+
+ONLY_MAIN = {"manifest", "head", "collect"}
+KILLED = [(fault, victim) for fault in FAULTS for victim in (0, 1) if not (victim and fault in ONLY_MAIN)]
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_at_any_moment_leaves_a_whole_version_and_others_go_on(tmp_path):
+    """Lives of two, three and one process follow one another in one run, which stays whole to the end."""
+    assert start(live, 3, tmp_path, 0, "", -1) == [0] * 3
+    for number, (fault, victim) in enumerate(KILLED, 1):
+        begin, size = 10 * number, 2 + number % 2
+        codes = start(live, size, tmp_path, begin, fault, victim)
+        assert codes == [9 if rank == victim else 0 for rank in range(size)], fault
+        newest = reader_of(tmp_path).newest()
+        assert newest.digest == digest(newest.sync), fault
+        most = begin + (9 if fault in ("jump", "anchor") else 2)
+        assert begin + 1 <= newest.sync <= most, "what was flushed is there"
+    assert start(live, 1, tmp_path, begin + 10, "", -1) == [0]
+    reader = reader_of(tmp_path)
+    manifests = [*reader.versions()][::-1]
+    assert [m.version for m in manifests] == list(range(len(manifests)))
+    for manifest in manifests:
+        reader.checkout(manifest, tmp_path / f"out-{manifest.version}")
+        assert manifest.digest == digest(manifest.sync)
+    assert {len(m.delta) for m in manifests} == {0, 1, 2, 3}
+    assert {len([j for j in m.jumps if j.version == 8]) for m in manifests[9:20]} == {6}, (
+        "of 4 and 8 versions"
+    )
+    assert max(len(m.anchor.weights) for m in manifests) > 3, "more files than ranks"
