@@ -1,6 +1,7 @@
 """Each rank publishes its share. If a rank dies, a version is whole or not there, and any number goes on."""
 
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,14 +12,16 @@ import torch
 import torch.distributed as dist
 
 from delta_weight_sync import Publisher, codec
-from delta_weight_sync.checkpoint import INDEX, to_bits
+from delta_weight_sync.checkout import follow
+from delta_weight_sync.checkpoint import INDEX, map_folder, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.errors import PeerError
+from delta_weight_sync.errors import PeerError, ProtocolError
 from delta_weight_sync.publish import mirror, outbox, shortcuts
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store._files import FileBucket
+from delta_weight_sync.vllm.disk import Layout
 from tests import forked
 
 SHAPES = {f"layers.{n}.weight": (64, 48 + n % 3) for n in range(12)} | {"norm.weight": (7,), "none": (0, 3)}
@@ -212,3 +215,47 @@ def test_a_rank_that_dies_at_any_moment_leaves_a_whole_version_and_others_go_on(
         "of 4 and 8 versions"
     )
     assert max(len(m.anchor.weights) for m in manifests) > 3, "more files than ranks"
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
+    folder = tmp_path_factory.mktemp("two")
+    assert start(live, 2, folder, 0, "", -1) == [0] * 2
+    return reader_of(folder)
+
+
+@pytest.mark.full
+def test_followers_take_versions_of_several_ranks(run_of_two, tmp_path):
+    """From the anchor, and from each held version, by a merge of parts and versions; a replica's join, too."""
+    newest = run_of_two.newest()
+    layout = Layout(run_of_two, tmp_path)
+    for version in (2, newest.version):
+        folder, shapes = layout.put(run_of_two.manifest(version))
+        assert to_hex(state_digest(map_folder(folder))) == digest(version)
+    assert shapes == {name: list(shape) for name, shape in SHAPES.items()}
+    with follow(run_of_two, tmp_path / "followed") as versions:
+        seen = next(versions)
+    assert seen.digest == newest.digest == to_hex(state_digest(map_folder(seen.path)))
+    for held in range(newest.version):
+        state = {name: to_bits(weight) for name, weight in weights(held).items()}
+        paths = run_of_two.fetch_all(run_of_two.recipe(newest, held).deltas, tmp_path)
+        shapes = {name: bits.shape for name, bits in state.items()}
+        for decoded in codec.merged([codec.Delta(path) for path in paths], shapes, state.__getitem__):
+            for patch in decoded.patches(shapes):
+                codec.apply(patch, state[patch.name])
+        assert to_hex(state_digest(state)) == newest.digest, held
+
+
+@pytest.mark.full
+def test_a_part_that_is_damaged_makes_its_whole_version_unreadable(run_of_two, tmp_path):
+    """An older version is read instead; a part alone is never applied."""
+    copy = tmp_path / "bucket"
+    shutil.copytree(Path(run_of_two.bucket.url.removeprefix("file://")), copy)
+    reader = RunReader(open_bucket(copy.as_uri()), "run")
+    newest = reader.newest()
+    (copy / newest.delta[1].key).write_bytes(b"torn")
+    with pytest.raises(ProtocolError, match="is not the published object"):
+        reader.checkout(newest, tmp_path / "out")
+    older = reader.readable(newest)
+    assert older.version == newest.version - 1
+    assert to_hex(state_digest(reader.checkout(older, tmp_path / "out"))) == older.digest

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, cast
@@ -177,9 +177,9 @@ def encode(
 
 
 def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> Iterable[Decoded]:
-    """Decode consecutive deltas as if they were one. `old` gives the bits at the first delta's base."""
-    if len(deltas) == 1:
-        return deltas[0].decode(shapes, old)
+    """Decode consecutive deltas, or their parts, as one. `old` gives the bits at the first delta's base."""
+    if len({(delta.base, delta.version) for delta in deltas}) == 1:
+        return chain.from_iterable(delta.decode(shapes, old) for delta in deltas)
     found: dict[str, Patch] = {}
 
     def between(name: str) -> Bits:

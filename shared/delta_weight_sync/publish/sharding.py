@@ -9,6 +9,7 @@ stop with its message.
 
 import contextlib
 import datetime
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
@@ -54,9 +57,7 @@ def own_block(tensor: torch.Tensor, *, owner: bool) -> Block | None:
     """
     if not is_block(tensor):
         return Block.whole(tensor.shape) if owner else None
-    here = tensor.device_mesh.get_coordinate() or ()
-    is_copy = any(p.is_replicate() and at for p, at in zip(tensor.placements, here, strict=False))
-    block = held_block(tensor)
+    block, is_copy = _block(tensor.shape, tensor.placements, tensor.device_mesh)
     return None if is_copy or not math.prod(block.extent) else block
 
 
@@ -64,14 +65,22 @@ def held_block(tensor: torch.Tensor) -> Block:
     """The block of a parameter that this rank holds. The tensor must be whole or `is_block`."""
     if not isinstance(tensor, DTensor):
         return Block.whole(tensor.shape)
-    place = tensor.device_mesh, tensor.placements
-    extent, offset = compute_local_shape_and_global_offset(tensor.shape, *place)
-    return Block(tuple(tensor.shape), offset, extent)
+    return _block(tensor.shape, tensor.placements, tensor.device_mesh)[0]
+
+
+@functools.lru_cache(4096)  # torch takes 50 us each time, and a model has few shapes
+def _block(shape: torch.Size, placements: tuple[Placement, ...], mesh: DeviceMesh) -> tuple[Block, bool]:
+    """The block that this rank holds, and whether another rank diffs it, because this one holds a copy."""
+    here = mesh.get_coordinate() or ()
+    is_copy = any(p.is_replicate() and at for p, at in zip(placements, here, strict=False))
+    extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Block(tuple(shape), offset, extent), is_copy
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a parameter that this rank holds, detached from the graph."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    with torch.no_grad():  # or `to_local` records a step of the graph, which takes 40 us
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
