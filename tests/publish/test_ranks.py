@@ -226,7 +226,7 @@ def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
 
 @pytest.mark.full
 def test_followers_take_versions_of_several_ranks(run_of_two, tmp_path):
-    """From the anchor, and from each held version, by a merge of parts and versions; a replica's join, too."""
+    """From the anchor and from each held version, by a merge of parts and versions; a replica's join too."""
     newest = run_of_two.newest()
     layout = Layout(run_of_two, tmp_path)
     for version in (2, newest.version):

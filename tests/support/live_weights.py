@@ -19,7 +19,7 @@ def live(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> LiveWeig
     return LiveWeights(learned.routes, owned, Fallback(model, {}), Ranks(1))
 
 
-def delta(path: Path, old: State, new: State, encoding: codec.Encoding = "fast") -> Path:
+def delta(path: Path, old: State, new: State, encoding: codec.Encoding = "fast", base: int = 0) -> Path:
     patches = [codec.diff(name, old[name], new[name]) for name in old]
-    path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding=encoding))
+    path.write_bytes(codec.encode(patches, old.__getitem__, base=base, version=base + 1, encoding=encoding))
     return path

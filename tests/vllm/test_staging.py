@@ -140,7 +140,7 @@ def test_several_deltas_are_staged_as_one(tmp_path, rng, state, model, weights):
     for _ in range(4):
         states.append(moved(rng, states[-1]))
     paths = [
-        delta(tmp_path / f"{i}.safetensors", states[i], states[i + 1], ("small", "fast")[i % 2])
+        delta(tmp_path / f"{i}.safetensors", states[i], states[i + 1], ("small", "fast")[i % 2], i)
         for i in range(4)
     ]
     staged = weights.stage(paths, weights.digest())

@@ -83,7 +83,8 @@ class Layout:
         """How much `put` has fetched of what it needs, such as "27 of 269 MB"; "" if it fetches nothing."""
         if not (wanted := self._wanted):
             return ""
-        found = (part for folder in (self._anchors, self._version) for part in folder.rglob(".*.part"))
+        folders, whole = (self._anchors, self._version), self._anchors.glob("coming/*.safetensors")
+        found = (*whole, *(part for folder in folders for part in folder.rglob(".*.part")))
         try:
             parts = sum(part.stat().st_size for part in found)
         except FileNotFoundError:  # a file was finished, or its folder removed, meanwhile
@@ -110,9 +111,10 @@ class Layout:
         remove_other_files(coming, anchor)
         small = [ref for ref in anchor.files if ref not in anchor.weights]
         self._reader.fetch_all(small, coming)
+        self._fetched += sum(ref.size for ref in small)
         for other in self._anchors.iterdir():  # the disk may have no room for the weights of two anchors
             if other != coming:
                 shutil.rmtree(other)
         self._reader.fetch_all(anchor.weights, coming)
-        self._fetched += sum(ref.size for ref in anchor.files)
+        self._fetched += sum(ref.size for ref in anchor.weights)
         return coming.rename(kept)
