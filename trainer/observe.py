@@ -153,7 +153,7 @@ class ReplicaWatch:
                 return ReplicaReport.model_validate_json(spaces.read(answer.raise_for_status()))
         except (httpx.HTTPError, ValidationError) as error:
             name = self._last[url].replica if url in self._last else url
-            reason = f"{url} does not answer ({type(error).__name__})"
+            reason = f"{url} gives no status ({type(error).__name__})"
             gone = ReplicaEvent(
                 t=time.time(), replica=name, state="unreachable", version=None, digest=None, error=reason
             )

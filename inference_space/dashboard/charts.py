@@ -19,7 +19,7 @@ from inference_space.dashboard.html import colour, percent
 from inference_space.dashboard.state import Point, Progress, Replica, Series
 
 _BOX = 10_000
-_LEAST = 1e-12  # a span of values below this share of the largest one is only rounding error
+_LEAST = 1e-12  # a span below this share of the largest value is only rounding error
 _SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
 
 Words = Callable[[float], str]

@@ -56,7 +56,7 @@ def colour(index: int) -> str:
 
 
 def tiles(answer: str) -> list[tuple[str, str, str]]:
-    """Split Wordle's answer to a guess into tiles: letter, CSS class and place. Empty for any other text."""
+    """Split Wordle's answer to a guess into tiles: letter, CSS class, meaning. Empty for any other text."""
     guess = _GUESS.match(answer)
     return [(letter, *_MARK[mark]) for letter, mark in _LETTER.findall(guess[0])] if guess else []
 

@@ -1,6 +1,6 @@
 """GPU code that the publisher and vLLM share: launches, reads, pinned memory, and the digest's factors.
 
-Every kernel launch and every wait for the device goes through `launch` and `read`. They are counted, because
+Kernel launches, and the waits for what they found, go through `launch` and `read`. They are counted, because
 a sync is slow if their number grows with the number of tensors. The kernels also run on host tensors, in
 Triton's interpreter.
 """

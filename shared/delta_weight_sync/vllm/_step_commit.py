@@ -141,7 +141,7 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
         if request.num_computed_tokens:
             # A hash covers the tokens of all blocks up to its own, but not the weights. Without a salt, a new
             # request that begins with the same tokens would find this request's blocks. Cached blocks are not
-            # cached again, so salting the last cached block is enough: the next block's hash builds on it.
+            # cached again, so the salt begins at the last cached block, on whose hash the next one builds.
             salt, known = os.urandom(16), request.block_hashes
             request.cache_salt = salt.hex()  # for a first block that is not full yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)
@@ -173,7 +173,7 @@ def _other_caches(core: EngineCore) -> str:
 
 
 def _unforgotten(core: EngineCore) -> str:
-    """Test `forget_prefixes` on the engine's own cache, while no request runs; "" if it works."""
+    """Test `forget_prefixes` on the engine's own cache, between two steps; "" if it works."""
     manager, size = core.scheduler.kv_cache_manager, core.scheduler.block_size
 
     def probe(name: str, length: int) -> Request:
