@@ -174,7 +174,7 @@ class SimBucket(store.Bucket):
             return
         raise errors.BucketUnreachableError("the Hub gave no answer after several tries")
 
-    def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
+    def put_all(self, objects: Sequence[tuple[str, bytes | Path]], _: object = None) -> None:
         """One upload, one request."""
         size = sum(store.size_of(data) for _, data in objects)
         blocks, more = max(1, math.ceil(size / BLOCK)), self.hub.kinds

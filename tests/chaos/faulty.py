@@ -58,7 +58,7 @@ class Faulty:
     def put(self, key: str, data: bytes | Path) -> None:
         self._do("put", key, lambda: self._bucket.put(key, data), data)
 
-    def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
+    def put_all(self, objects: Sequence[tuple[str, bytes]], _: object = None) -> None:
         """One after the other: a batch of the Hub that ends in the middle leaves the first objects, too."""
         for key, data in objects:
             self.put(key, data)

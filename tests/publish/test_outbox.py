@@ -63,7 +63,7 @@ def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkey
 def one_by_one(bucket: Bucket, put: Callable[[str, bytes | Path], None], monkeypatch) -> None:
     """A batch that fails at one object has stored the objects before it, on the Hub too."""
     monkeypatch.setattr(bucket, "put", put)
-    monkeypatch.setattr(bucket, "put_all", lambda objects: [put(*each) for each in objects])
+    monkeypatch.setattr(bucket, "put_all", lambda objects, _: [put(*each) for each in objects])
 
 
 @pytest.mark.parametrize("part", ["deltas/", "manifests/", "heads/"])

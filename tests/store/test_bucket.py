@@ -56,6 +56,19 @@ def test_an_object_is_replaced_for_readers_that_are_open_already(bucket: Bucket,
     assert open_bucket(bucket_url, create=True).get(KEY) == data
 
 
+def test_what_others_uploaded_is_stored_with_the_rest(bucket: Bucket, bucket_url: str) -> None:
+    """As the parts of a version by several ranks; on the Hub they are no objects before that."""
+    parts = {f"runs/part-{n}": os.urandom(1000) for n in range(3)}
+    receipts = {key: open_bucket(bucket_url).upload(key, data) for key, data in parts.items()}
+    if bucket_url.startswith("hf://"):
+        assert keys(bucket, "") == []
+    bucket.put_all([("runs/manifest", b"manifest"), ("runs/head", b"head")], receipts)
+    assert {key: bucket.get(key) for key in keys(bucket, "")} == parts | {
+        "runs/manifest": b"manifest",
+        "runs/head": b"head",
+    }
+
+
 def test_the_etag_changes_with_the_content(bucket: Bucket) -> None:
     etags = []
     for version in range(20):  # faster than a file system's clock, and some are never looked at

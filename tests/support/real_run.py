@@ -121,7 +121,7 @@ class SlowLink:
         self.begun, self.up = threading.Event(), threading.Event()
         self._put, self._part = bucket.put, part
         bucket.put = self._put_when_up
-        bucket.put_all = lambda objects: [self._put_when_up(*each) for each in objects]
+        bucket.put_all = lambda objects, _: [self._put_when_up(*each) for each in objects]
 
     def wait(self) -> None:
         """Until an upload has begun."""

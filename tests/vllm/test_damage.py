@@ -72,7 +72,7 @@ def damage_next_delta(run: RealRun, bucket: Bucket, damage: Damage) -> Manifest:
     """Publish a version whose delta is damaged before any replica can know of it."""
     store = run.outbox._writer.bucket
 
-    def put_all(objects: list[tuple[str, bytes]]) -> None:
+    def put_all(objects: list[tuple[str, bytes]], _: object) -> None:
         for key, data in objects:
             store.put(key, data)
             if "/deltas/" in key:

@@ -460,17 +460,18 @@ class Outbox:
         put, writer = functools.partial(self._writer.put_delta, version, self._encoded, changed), self._writer
         some = changed or self._peers.main  # other ranks leave out an empty part
         part = self._until_stored(version, put, put) if some else None
-        stored = self._others.exchange((part, self._writer.bucket.sent))
+        stored = self._others.exchange((part, self._writer.receipts, self._writer.bucket.sent))
         news: tuple[Manifest, bool] | None = None
         if isinstance(writer, RunWriter):
-            delta = [part for part, _ in stored if part]
+            delta = [part for part, *_ in stored if part]
+            writer.receipts = dict(itertools.chain(*(receipts.items() for _, receipts, _ in stored)))
             commit = functools.partial(self._commit, writer, job, delta, None)
             manifest = self._until_stored(version, commit, writer.confirm)
             if manifest and writer.anchor_is_due():
                 writer.ordered = version
             if manifest:
                 news = manifest, writer.ordered == version
-                self._report(manifest, job, encode_s, sum(sent for _, sent in stored[1:]))
+                self._report(manifest, job, encode_s, sum(sent for *_, sent in stored[1:]))
         news = self._others.exchange(news)[0]
         if news:
             self._writer.newest = news[0]

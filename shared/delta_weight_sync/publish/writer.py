@@ -53,11 +53,12 @@ class PartWriter:
     def __init__(self, reader: RunReader, writer: Writer, newest: Manifest | None, part: str = "") -> None:
         self.reader, self.bucket, self.keys = reader, reader.bucket, reader.keys
         self.writer, self.newest, self.part = writer, newest, part
+        self.receipts: Mapping[str, str] = {}  # of uploaded parts of the version in progress, by key
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Store this rank's part of the delta that leads to `version`."""
+        """Upload this rank's part of the delta that leads to `version`; rank 0's `commit` stores it."""
         key = self.keys.delta(version, self.writer, self.part)
-        self.bucket.put(key, data)
+        self.receipts = {key: receipt} if (receipt := self.bucket.upload(key, data)) else {}
         return _delta(key, data, version - 1, version, changed)
 
     def put_jump(self, base: int, version: int, data: bytes, changed: int) -> DeltaRef:
@@ -292,7 +293,7 @@ class RunWriter(PartWriter):
         objects.append((self._reference(manifest).key, manifest.to_bytes()))
         self._put([*objects, self._head(manifest)])
         self._require_ownership()
-        self.newest, self._decided, self._delta = manifest, None, None
+        self.newest, self._decided, self._delta, self.receipts = manifest, None, None, {}
         del self._jumps[: self._considered]
         if self._new_anchor == manifest.anchor:
             self._new_anchor = None
@@ -326,7 +327,7 @@ class RunWriter(PartWriter):
     def _put(self, objects: list[tuple[str, bytes]]) -> None:
         """Store objects, the last of which is HEAD."""
         try:
-            self.bucket.put_all(objects)
+            self.bucket.put_all(objects, self.receipts)
         except BucketError:
             self._require_ownership()  # the put may have failed because a successor removed this HEAD
             raise

@@ -12,7 +12,7 @@ content: callers compare the sha256.
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,8 +57,21 @@ class Bucket(ABC):
         with self._explained(key, write=True):
             self._put(key, data)
 
-    def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
-        """Store small objects, the last one after all others. A failure may leave some stored, each whole."""
+    def upload(self, key: str, data: bytes) -> str:
+        """Upload an object that `put_all`, called by any process with this receipt, then stores under `key`.
+
+        A store that cannot separate the two stores the object at once.
+        """
+        self.put(key, data)
+        return ""
+
+    def put_all(
+        self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
+    ) -> None:
+        """Store small objects, the last one after all others. A failure may leave some stored, each whole.
+
+        `receipts`: of objects that were uploaded before, by key; they are stored first.
+        """
         for key, data in objects:
             self.put(key, data)
 

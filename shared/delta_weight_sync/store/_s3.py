@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -55,7 +55,9 @@ class S3Bucket(store.Bucket):
                 data = b"" if region == "us-east-1" else body.encode()
                 urlopen(Request(url, data, method="PUT"), timeout=30).close()
 
-    def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
+    def put_all(
+        self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
+    ) -> None:
         """Store all objects in parallel except the last, then the last one."""
         with ThreadPoolExecutor(_PARTS) as pool:
             list(pool.map(self.put, *zip(*objects[:-1], strict=True)))

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -156,13 +156,23 @@ class HubBucket(store.Bucket):
             with self._explained("", write=True):
                 self._api.create_bucket(self._id, private=True, exist_ok=True)
 
-    def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
+    def upload(self, key: str, data: bytes) -> str:
+        """As in `Bucket`. The receipt is the Xet hash; without `put_all`, the Hub forgets the content."""
+        store.check_key(key)
+        self.sent += len(data)
+        return self._upload([(key, data)])[0]
+
+    def put_all(
+        self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
+    ) -> None:
         """Store objects with one upload and one request. Its answer proves that they are there."""
         self.sent += sum(store.size_of(data) for _, data in objects)
-        self._upload(objects)
+        hashes = dict(zip((key for key, _ in objects), self._upload(objects), strict=True))
+        self._register({**(receipts or {}), **hashes})
 
-    def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
-        files, headers = [_BucketAddFile(data, self._path(key)) for key, data in objects], build_hf_headers()
+    def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> list[str]:
+        """Upload objects in one go. Returns their Xet hashes."""
+        headers = build_hf_headers()
         url = f"{self._api.endpoint}/api/buckets/{self._id}/xet-write-token"
         with self._explained(objects[-1][0], write=True):
             right = refresh_xet_connection_info(file_data=XetFileData("", url), headers=headers)
@@ -180,8 +190,12 @@ class HubBucket(store.Bucket):
             except FAILURES:
                 XET_CONNECTION_INFO_CACHE.clear()  # the storage may have refused the token
                 raise
-            for file, upload in zip(files, sent, strict=True):
-                file.xet_hash = upload.result().xet_info.hash
+            return [upload.result().xet_info.hash for upload in sent]
+
+    def _register(self, hashes: Mapping[str, str]) -> None:
+        """Store uploaded objects under their keys, in this order."""
+        files = [_BucketAddFile(b"", self._path(key), xet_hash) for key, xet_hash in hashes.items()]
+        with self._explained([*hashes][-1], write=True):
             self._api.batch_bucket_files(self._id, add=files)  # type: ignore[arg-type]
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
@@ -227,7 +241,7 @@ class HubBucket(store.Bucket):
         return HubNotifications(url, self._folder, prefix, _quotas[self._id])
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        self._upload([(key, data)])
+        self._register({key: self._upload([(key, data)])[0]})
 
     def _stat(self, key: str) -> store.ObjectInfo:
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
