@@ -43,8 +43,14 @@ def digest(step: int) -> str:
     return to_hex(state_digest({name: to_bits(weight) for name, weight in weights(step).items()}))
 
 
+def url_of(folder: Path) -> str:
+    """Of the bucket: a folder, unless a file names another one."""
+    named = folder / "url"
+    return named.read_text() if named.exists() else (folder / "bucket").as_uri()
+
+
 def reader_of(folder: Path) -> RunReader:
-    return RunReader(open_bucket((folder / "bucket").as_uri()), "run")
+    return RunReader(open_bucket(url_of(folder)), "run")
 
 
 def start(work: Callable[..., None], size: int, folder: Path, *arguments: object) -> list[int | None]:
@@ -52,6 +58,8 @@ def start(work: Callable[..., None], size: int, folder: Path, *arguments: object
     (folder / "base").mkdir(parents=True, exist_ok=True)
     (folder / "base" / "config.json").write_text("{}")
     (folder / "store").unlink(missing_ok=True)
+    environ = {key: value for key, value in os.environ.items() if key.startswith(("HF_", "AWS_"))}
+    arguments = (environ, *arguments)  # the ranks' parent was started earlier
     ranks = [forked.start(_rank, work, rank, size, folder, *arguments) for rank in range(size)]
     try:
         for rank in ranks:
@@ -62,7 +70,10 @@ def start(work: Callable[..., None], size: int, folder: Path, *arguments: object
             rank.kill()
 
 
-def _rank(work: Callable[..., None], rank: int, size: int, folder: Path, *arguments: object) -> None:
+def _rank(
+    work: Callable[..., None], rank: int, size: int, folder: Path, environ: dict[str, str], *arguments: object
+) -> None:
+    os.environ.update(environ)
     torch.set_num_threads(1)
     if size > 1:
         store = dist.FileStore(f"{folder}/store", size)
@@ -73,7 +84,7 @@ def _rank(work: Callable[..., None], rank: int, size: int, folder: Path, *argume
 
 
 def publisher(folder: Path, **options: Any) -> Publisher:
-    return Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base", **options)
+    return Publisher(f"{url_of(folder)}#run", folder / "base", **options)
 
 
 # Counted.
@@ -215,6 +226,16 @@ def test_a_rank_that_dies_at_any_moment_leaves_a_whole_version_and_others_go_on(
         "of 4 and 8 versions"
     )
     assert max(len(m.anchor.weights) for m in manifests) > 3, "more files than ranks"
+
+
+@pytest.mark.full
+def test_several_ranks_publish_to_each_kind_of_store(bucket_url, tmp_path):
+    (tmp_path / "url").write_text(bucket_url)
+    assert start(live, 2, tmp_path, 0, "", -1) == [0] * 2
+    newest = reader_of(tmp_path).newest()
+    assert (newest.sync, newest.digest, len(newest.delta)) == (9, digest(9), 2)
+    state = reader_of(tmp_path).checkout(newest, tmp_path / "out")
+    assert to_hex(state_digest(state)) == newest.digest
 
 
 @pytest.fixture(scope="module")
