@@ -20,7 +20,7 @@ from bench import machine, timing
 from bench.results import SCRATCH
 from bench.tables import table
 from delta_weight_sync.codec import Patch
-from delta_weight_sync.publish.outbox import UndoLog
+from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.trl import patches as patches_module
 from delta_weight_sync.trl.trainer import live_weights
 from trainer.exact import ExactSamples, PastPolicy, forward, query

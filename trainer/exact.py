@@ -20,7 +20,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.packing import TreeRow
 
 from delta_weight_sync import Publisher
-from delta_weight_sync.publish.outbox import UndoLog, bf16_bits
+from delta_weight_sync.publish.undo import UndoLog, bf16_bits
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
 from trainer.rollouts import TracedSample
 

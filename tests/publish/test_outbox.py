@@ -15,8 +15,9 @@ from delta_weight_sync import Publisher, codec, open_run
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError, FencedError, UndoLogError
-from delta_weight_sync.publish.outbox import Outbox, PendingUpdate, UndoLog, bf16_bits
+from delta_weight_sync.publish.outbox import Outbox, PendingUpdate
 from delta_weight_sync.publish.shortcuts import undone
+from delta_weight_sync.publish.undo import UndoLog, bf16_bits
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, SyncEvent

@@ -22,11 +22,10 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -38,6 +37,7 @@ from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.mirror import Mirror, Place
 from delta_weight_sync.publish.sharding import Owners, Peers, Shards, Weights, own_block, part_of, union
 from delta_weight_sync.publish.shortcuts import Published, Shortcuts, undone
+from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter, SyncEvent
@@ -67,77 +67,6 @@ class RepeatedSyncs:
         if sync in self._published:
             self.newest = sync
         return True
-
-
-class UndoLog:
-    """What the newest syncs changed. It can restore each of these syncs in another copy of the model.
-
-    Moving a copy from one sync to another writes only what differs, about one weight in a hundred per sync.
-    Only the trainer's thread may use it.
-
-    Args:
-        sync: The sync that the log begins with.
-        keep: Number of syncs that can be undone.
-
-    Attributes:
-        syncs: The syncs whose weights can be restored, oldest first.
-    """
-
-    def __init__(self, sync: int, keep: int) -> None:
-        self.syncs = [sync]
-        # The changes from each of `syncs` to the next: name, positions (int32 or int64) and ulps (int16).
-        self._steps: list[list[tuple[str, torch.Tensor, torch.Tensor]]] = []
-        self._keep = keep
-
-    def add(self, sync: int, patches: Iterable[Patch]) -> None:
-        """Append the next sync and what it changed."""
-        step = []
-        for patch in patches:
-            small = patch.numel <= np.iinfo(np.int32).max
-            positions = torch.from_numpy(patch.index.astype(np.int32 if small else np.int64))
-            step.append((patch.name, positions, torch.from_numpy(patch.ulps.view(np.int16).copy())))
-        self._steps.append(step)
-        self.syncs.append(sync)
-        if len(self._steps) > self._keep:
-            del self._steps[0], self.syncs[0]
-
-    def roll(self, weights: Mapping[str, torch.Tensor], start: int, end: int) -> int:
-        """Move weights from sync `start` to sync `end`, in place.
-
-        Args:
-            weights: Contiguous tensors by published name, on any device; bf16, or float32 with bf16 values.
-            start: The sync that the weights are at.
-            end: The sync to restore.
-
-        Returns:
-            The number of elements written.
-
-        Raises:
-            UndoLogError: The log does not reach to `start` or `end`. Nothing is written.
-        """
-        for sync in {start, end}.difference(self.syncs):
-            raise errors.UndoLogError(
-                f"the undo log holds syncs {self.syncs[0]} to {self.syncs[-1]}, not {sync};"
-                " call `keep_undo_log` with a larger number"
-            )
-        first, last = self.syncs.index(start), self.syncs.index(end)
-        steps = self._steps[first:last] if first <= last else self._steps[last:first][::-1]
-        changes = [change for step in steps for change in step]
-        for name, positions, ulps in changes:
-            bits, sign = bf16_bits(weights[name]), -1 if first > last else 1
-            bits.index_add_(0, positions.to(bits.device), ulps.to(bits.device), alpha=sign)
-        return sum(len(positions) for _, positions, _ in changes)
-
-
-def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
-    """The bf16 bits of a tensor, as an int16 [n] view of its own memory.
-
-    Raises `ValueError` for any dtype but float32 and bfloat16.
-    """
-    if weights.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{weights.dtype} weights cannot be moved to another sync: use float32 or bfloat16")
-    stride = weights.element_size() // 2  # the bf16 bits are the last two bytes of each weight
-    return weights.detach().view(-1).view(torch.int16)[stride - 1 :: stride]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +168,7 @@ class Outbox:
         """Publish the first version from the whole weights that rank 0 has."""
         try:
             started, created_at = time.perf_counter(), time.time()
-            self._spread((name, to_bits(tensor)) for name, tensor in weights)
+            self._spread(self._checked(weights))
             self._publish_whole(sync, started, created_at)
         except BaseException as error:
             self._failure = error
@@ -315,12 +244,17 @@ class Outbox:
             self._lay_out()
             self.shortcuts.restart(newest.version)
 
+    def _checked(self, weights: Weights) -> Iterator[tuple[str, Bits]]:
+        for name, tensor in weights:
+            bits = to_bits(tensor)
+            self.mirror.require_finite(name, bits)
+            yield name, bits
+
     def _spread(self, tensors: Iterable[tuple[str, Bits]]) -> None:
         """Give tensors that rank 0 has to the mirrors of their owners."""
         for name, shape, bits in self._peers.scatter(tensors, self.owners):
             self.shapes[name] = shape
             if bits is not None:
-                self.mirror.require_finite(name, bits)
                 self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
 
     def _lay_out(self) -> None:

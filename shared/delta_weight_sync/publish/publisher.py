@@ -18,8 +18,9 @@ from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import tensor_digest, to_hex
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.mirror import Place
-from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs, UndoLog, Untrained
+from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs, Untrained
 from delta_weight_sync.publish.sharding import Peers, Weights, gathered, local, own_digest
+from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
