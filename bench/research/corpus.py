@@ -18,7 +18,7 @@ from typing import Final
 
 from bench.research.measure import About, Row, Step, fp8_scale, row
 from delta_weight_sync import DeltaWeightSyncError, RunReader, open_run
-from delta_weight_sync.codec import Bits, Delta, apply
+from delta_weight_sync.codec import Bits, Delta, Patch, apply
 from delta_weight_sync.reader import require_digest
 from delta_weight_sync.records import Manifest, RunInfo, parse
 from delta_weight_sync.runlog import RunLogReader, StepEvent
@@ -82,13 +82,14 @@ def _steps(reader: RunReader, manifests: Sequence[Manifest], folder: Path) -> It
     """
     state: dict[str, Bits] = {}
     for manifest in manifests:
-        if not state or not manifest.deltas:
+        if not state or not manifest.delta:
             state = reader.checkout(manifest, folder)
             continue
         shapes = {name: bits.shape for name, bits in state.items()}
-        path = reader.fetch(manifest.deltas[-1], folder)
-        patches = list(Delta(path).patches(shapes, state.__getitem__))
-        path.unlink()
+        patches = list[Patch]()
+        for path in reader.fetch_all(manifest.delta, folder):
+            patches += Delta(path).patches(shapes, state.__getitem__)
+            path.unlink()
         yield Step(manifest, state, patches)
         for patch in patches:
             apply(patch, state[patch.name])

@@ -73,7 +73,7 @@ def row(step: Step, about: About, scales: Mapping[str, int]) -> Row:
         "kinds": _by_kind(step, in_fp8),
         "limits": {name: round(value, 4) for name, value in bound.items()},
         "bytes": {encoding: _bytes(step, encoding) for encoding in _ENCODINGS},
-        "published_bytes": manifest.deltas[-1].size,
+        "published_bytes": sum(part.size for part in manifest.delta),
         "full_bytes": manifest.full_bytes,
     }
 

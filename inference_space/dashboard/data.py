@@ -340,8 +340,9 @@ class Library:
             )
         with Scratch() as folder:
             RunReader(self.bucket, self.run).checkout(manifest, folder)
+        steps = len({delta.version for delta in way.deltas})
         return (
-            f"v{manifest.version} was rebuilt from anchor v{manifest.anchor.version} and {len(way.deltas)}"
+            f"v{manifest.version} was rebuilt from anchor v{manifest.anchor.version} and {steps}"
             f" deltas: all {manifest.total} weights give the published digest {manifest.digest}"
         )
 

@@ -213,8 +213,20 @@ class RunReader:
                 path.cancel()
 
     def fetch_anchor(self, anchor: AnchorRef, folder: Path) -> None:
-        """Fetch an anchor's files, the small ones first: if one is damaged, no weights are fetched."""
+        """Fetch an anchor's files, the small ones first: if one is damaged, no weights are fetched.
+
+        Other weights in the folder are removed: an earlier anchor may be divided into other files, which a
+        loader would take for files of this one.
+
+        Raises `ProtocolError` if the anchor has no weights, or a file is damaged.
+        """
+        if not anchor.weights:
+            raise errors.ProtocolError(f"the anchor of version {anchor.version} has no weights")
         folder.mkdir(parents=True, exist_ok=True)
+        names = {ref.name for ref in anchor.files}
+        for path in folder.glob("model*.safetensors*"):  # the index is one of them
+            if path.name not in names:
+                path.unlink()
         self.fetch_all((ref for ref in anchor.files if ref not in anchor.weights), folder)
         self.fetch_all(anchor.weights, folder)
 

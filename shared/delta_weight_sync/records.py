@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Container, Iterable
-from itertools import groupby
+from collections.abc import Container, Iterable, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar
 from uuid import uuid4
@@ -46,6 +46,7 @@ _NUMBER = r"\d{8,18}"  # a version or a term; 18 digits always fit into a `Count
 _LAST_TERM = 10**18 - 1
 _HEAD = re.compile(rf".*/heads/({_NUMBER})\.([0-9a-f]{{32}})\.json")
 _STATE = re.compile(rf".*/state/({_NUMBER})\.{_NUMBER}\.t[^/]*\.json")
+_RANK = re.compile(r"-[0-9a-f]{8}(\.r\d{1,9})\.safetensors$")
 _PART = re.compile(
     rf".*/(anchors|deltas|jumps|manifests)/(?:{_NUMBER}-)?({_NUMBER})\.t(\d{{1,18}})-([0-9a-f]{{8}})[./].*"
 )
@@ -135,6 +136,12 @@ def version_key(key: str) -> VersionKey | None:
     """Parse the key of a file of a version. None for any other key."""
     match = _PART.fullmatch(key)
     return VersionKey(int(match[3]), match[4], int(match[2]), match[1]) if match else None
+
+
+def part_of(delta: DeltaRef) -> str:
+    """What distinguishes the key of a part from the keys of the other parts; "" for a delta in one file."""
+    match = _RANK.search(delta.key)
+    return match[1] if match else ""
 
 
 def state_version(key: str) -> int | None:
@@ -429,18 +436,26 @@ def cheapest_recipe(
     links: dict[tuple[int, int], list[DeltaRef]] = {}
     for delta in deltas:
         links.setdefault((delta.base, delta.version), []).append(delta)
-    reached: dict[int, tuple[int, int, Recipe]] = {}  # version -> bytes, files and recipe
+    # version -> bytes, files, start, and the parts of the last step (a start has none)
+    reached: dict[int, tuple[int, int, AnchorRef | None, Sequence[DeltaRef]]] = {}
     if anchor:
-        reached[anchor.version] = sum(file.size for file in anchor.files), 1, Recipe(anchor, ())
+        reached[anchor.version] = sum(file.size for file in anchor.files), 1, anchor, ()
     if held is not None and held <= version:
-        reached[held] = 0, 0, Recipe(None, ())
+        reached[held] = 0, 0, None, ()
     for (base, end), parts in sorted(links.items(), key=lambda link: link[0][0]):
         if base in reached:
-            size, files, recipe = reached[base]
+            size, files, start, _ = reached[base]
             cost, there = (size + sum(part.size for part in parts), files + len(parts)), reached.get(end)
             if there is None or cost < there[:2]:
-                reached[end] = *cost, Recipe(recipe.anchor, (*recipe.deltas, *parts))
-    return reached[version][2] if version in reached else None
+                reached[end] = *cost, start, parts
+    if version not in reached:
+        return None
+    way: list[Sequence[DeltaRef]] = []  # a version's cost is final before a link leaves it, so go back now
+    at = version
+    while leading := reached[at][3]:
+        way.append(leading)
+        at = leading[0].base
+    return Recipe(reached[version][2], tuple(chain.from_iterable(reversed(way))))
 
 
 def links_for(

@@ -14,8 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from tests.fuzz.deltas import mutate, mutate_header, mutate_raw, mutate_tree
+from tests.support.parted import parted
 from tests.support.real_run import RealRun, games
 
 RUN = "forged"
@@ -40,6 +42,13 @@ def sound() -> Files:
         return {info.key: bucket.get(info.key) for info in bucket.list("")}
 
 
+@cache
+def sound_parts() -> Files:
+    """The same run as two ranks publish it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return parted(RunReader(open_bucket(written(sound(), Path(folder) / "bucket")), RUN))
+
+
 def written(files: Files, folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     for key, content in files.items():
@@ -50,7 +59,7 @@ def written(files: Files, folder: Path) -> str:
 
 def forged(rng: Random) -> tuple[str, Files]:
     """Which kind of object was changed, and the run; deterministic given the generator's state."""
-    files = dict(sound())
+    files = dict(rng.choice((sound, sound_parts))())
     kind = rng.choice(list(_FORGE))
     _FORGE[kind](files, rng)
     return kind, files
@@ -86,7 +95,8 @@ def _delta(files: Files, rng: Random) -> None:
 
 def _anchor(files: Files, rng: Random) -> None:
     change = rng.choice((mutate_header, mutate_raw))
-    named(files, next(k for k in files if k.endswith("model.safetensors")), lambda c: change(c, rng))
+    anchors = [key for key in files if "/anchors/" in key and key.endswith(".safetensors")]
+    named(files, rng.choice(anchors), lambda content: change(content, rng))
 
 
 def _name(files: Files, rng: Random) -> None:
@@ -95,6 +105,39 @@ def _name(files: Files, rng: Random) -> None:
     folder, _, name = key.rpartition("/")
     other = rng.choice((f"{key}2", f"{folder}/9{name}", f"{folder}/{'9' * 200}{name[8:]}", f"{key}x/{name}"))
     files[other] = files[key] if rng.random() < 0.5 else rng.randbytes(9)
+
+
+def _same_tensors(tree: Any, files: Files) -> None:
+    last = tree["deltas"][-1]
+    key = last["key"].replace(".r1", ".r2")
+    files[key] = files[last["key"]]
+    tree["deltas"].append(last | {"key": key})
+
+
+# What is wrong with the newest manifest of a run whose deltas and anchors come in parts, or with its files.
+PARTS: dict[str, Callable[[Any, Files], object]] = {
+    "parts that are not adjacent": lambda tree, _: tree["deltas"].sort(key=lambda d: d["key"].split(".")[-2]),
+    "a part that the manifest leaves out": lambda tree, _: tree["deltas"].pop(),
+    "a part that is missing": lambda tree, files: files.pop(tree["deltas"][-1]["key"]),
+    "a jump of one version": lambda tree, _: tree["jumps"].extend(tree["deltas"][-2:]),
+    "two parts with the same tensors": _same_tensors,
+    "an anchor without one of its files": lambda tree, _: tree["anchor"]["files"].pop(
+        next(i for i, file in enumerate(tree["anchor"]["files"]) if "00002-of" in file["key"])
+    ),
+    "an anchor without weights": lambda tree, _: tree["anchor"].update(files=tree["anchor"]["files"][:1]),
+}
+
+
+def forged_parts(name: str) -> Files:
+    """A run with one of `PARTS`; all hashes fit."""
+    files = dict(sound_parts())
+    key = newest(files, "manifests")
+    tree = json.loads(files[key])
+    del tree["seal"]
+    PARTS[name](tree, files)
+    files[key] = json.dumps(tree).encode()
+    pin(files, key)
+    return files
 
 
 _FORGE: dict[str, Callable[[Files, Random], None]] = {

@@ -19,6 +19,7 @@ from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.watch import Watcher
 from tests.cli.command import command
 from tests.support.hubsim import HubSim
+from tests.support.parted import parted
 from tests.support.real_run import RUN, Drifting
 
 MEASURED = results.read()
@@ -132,6 +133,26 @@ def test_requests_per_version_on_s3(s3_env, caplog, tmp_path):
             caplog.clear()
             work()
             assert sorted(re.findall(r"(GET|PUT|HEAD|POST) /", caplog.text)) == said
+
+
+def test_the_parts_of_a_version_are_read_together_with_its_manifest(s3_env, caplog, tmp_path):
+    """Their keys are predicted from those of the version before: no key is asked for in vain."""
+    run = Drifting(tmp_path / "bucket")
+    run.step()
+    first = parted(run.reader)
+    run.step()
+    run.close()
+    bucket = open_bucket(f"s3://{uuid4().hex}", create=True)
+    bucket.put_all([*first.items()])
+    watcher = Watcher(reader := RunReader(bucket, RUN))
+    watcher.poll()
+    watcher.mark_used()
+    bucket.put_all([*parted(run.reader).items()])
+    with caplog.at_level("INFO", "werkzeug"):
+        caplog.clear()
+        reader.fetch_all(watcher.poll().delta, tmp_path)
+        said = re.findall(r"(GET|HEAD) /\S+ HTTP/1.1\S* (\d+)", caplog.text)
+    assert sorted(said) == [("GET", "200")] * 4 + [("HEAD", "200")], "HEAD, the manifest and two parts"
 
 
 @pytest.mark.parametrize("latency", MEASURED["hub"]["latencies"])

@@ -4,6 +4,7 @@ Objects are forged so that every hash fits; `python -m tests.fuzz.bucket` goes o
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from delta_weight_sync.errors import DeltaWeightSyncError, printable
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.export import export
 from tests.cli.command import command
-from tests.fuzz.forged import RUN, Files, named, newest, pin, sound, written
+from tests.fuzz.forged import PARTS, RUN, Files, forged_parts, named, newest, pin, sound, sound_parts, written
 
 REPOSITORY = Path(__file__).parents[2]
 CODES = "\x1b]0;owned\x07\x1b[2J\r\n\u202e"
@@ -67,6 +68,15 @@ ATTACKS: dict[str, Callable[[Files], object]] = {
     "a name in the listing": lambda files: files.update({f"runs/{RUN}/deltas/{CODES[:3]}": b"x"}),
     "a run's name": lambda files: files.update({f"runs/{CODES}/x": b"x"}),
 }
+SAYS = {
+    "parts that are not adjacent": "deltas do not lead to version 3 one by one",
+    "a part that the manifest leaves out": "version 3 has digest",
+    "a part that is missing": "does not exist",
+    "a jump of one version": "a jump spans less than two versions",
+    "two parts with the same tensors": "version 3 has digest",
+    "an anchor without one of its files": "has digest|which this model does not have",
+    "an anchor without weights": r"the anchor of version \d has no weights",
+}
 
 
 @pytest.mark.finding(18)
@@ -90,6 +100,15 @@ def test_commands_print_plain_lines(tmp_path: Path, name: str) -> None:
         assert result.code == 0 or len(result.complaint.splitlines()) == 1
         if (name, words) == ("a tensor's name", ("show", url)):
             assert repr(CODES)[1:-1] in result.output
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_do_not_fit_are_refused_by_a_sentence(tmp_path: Path, name: str) -> None:
+    url = written(forged_parts(name), tmp_path / "bucket")
+    result = command("verify", url)
+    assert re.search(SAYS[name], result.complaint)
+    assert len(result.complaint.splitlines()) == 1
+    assert command("verify", written(sound_parts(), tmp_path / "bucket")).code == 0
 
 
 @pytest.mark.finding(18)

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.errors import BucketError, FencedError
 from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.writer import RunWriter
@@ -26,6 +27,7 @@ from delta_weight_sync.store import open_bucket
 from delta_weight_sync.watch import Watcher
 from tests import forked
 from tests.cli.command import command
+from tests.fuzz import forged
 from tests.support.real_run import Drifting, is_built
 from tests.support.waiting import PATIENCE_S
 
@@ -260,6 +262,21 @@ def weights(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"weights")
     return path
+
+
+def test_a_checkout_replaces_weights_that_are_divided_into_other_files(tmp_path):
+    """As with --force, and as `verify` does: a loader would take what is left of the other checkpoint."""
+    folder, names = tmp_path / "out", []
+    for number, files in enumerate((forged.sound(), forged.sound_parts(), forged.sound())):
+        reader = RunReader(open_bucket(forged.written(files, tmp_path / f"{number}")), forged.RUN)
+        state = reader.checkout(reader.manifest(), folder)
+        assert dict(read_bits(folder)).keys() == state.keys()
+        names.append(sorted(path.name for path in folder.glob("*.safetensors*")))
+    one, several = (
+        ["model.safetensors"],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+    )
+    assert names == [one, [*several, "model.safetensors.index.json"], one]
 
 
 def publish(bucket: Any, run: str, weights: Path, versions: int) -> list[Manifest]:

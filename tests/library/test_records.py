@@ -1,7 +1,8 @@
 """Manifests and HEAD are validated by name; a recipe is the cheapest, and a manifest names what it needs."""
 
 import json
-from itertools import combinations
+import tracemalloc
+from itertools import chain, combinations
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.records import (
+    MAX_REFS,
     WINDOW,
     AnchorRef,
     DeltaRef,
@@ -93,44 +95,102 @@ def anchor(version: int, size: int) -> AnchorRef:
     return AnchorRef(version=version, files=(FileRef(key=f"a{version}", size=size, sha256=SHA),))
 
 
-def delta(base: int, version: int, size: int) -> DeltaRef:
-    return DeltaRef(key=f"{base}-{version}", size=size, sha256=SHA, base=base, version=version, changed=1)
+def delta(base: int, version: int, size: int, part: str = "") -> DeltaRef:
+    key = f"{base}-{version}{part}"
+    return DeltaRef(key=key, size=size, sha256=SHA, base=base, version=version, changed=1)
 
 
-def every_recipe(anchor: AnchorRef, deltas: list[DeltaRef], version: int, held: int | None) -> list[Recipe]:
+Link = tuple[DeltaRef, ...]  # the parts of a delta
+
+
+def every_recipe(anchor: AnchorRef, links: list[Link], version: int, held: int | None) -> list[Recipe]:
     """By brute force: each subset of the deltas that is a chain from where one may begin."""
     found = []
     for starts, first in [(anchor.version, anchor)] + ([(held, None)] if held is not None else []):
-        for count in range(len(deltas) + 1):
-            for some in combinations(sorted(deltas, key=lambda delta: delta.base), count):
-                versions = [starts, *(delta.version for delta in some)]
+        for count in range(len(links) + 1):
+            for some in combinations(sorted(links, key=lambda parts: parts[0].base), count):
+                versions = [starts, *(parts[0].version for parts in some)]
                 if versions[-1] == version and all(
-                    delta.base == before for delta, before in zip(some, versions, strict=False)
+                    parts[0].base == before for parts, before in zip(some, versions, strict=False)
                 ):
-                    found.append(Recipe(first, some))
+                    found.append(Recipe(first, tuple(chain.from_iterable(some))))
     return found
 
 
-edges = st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(0, 9)).map(
-    lambda drawn: delta(drawn[0], drawn[0] + drawn[1], drawn[2])
+edges = st.tuples(
+    st.integers(0, 5), st.integers(1, 4), st.lists(st.integers(0, 9), min_size=1, max_size=3)
+).map(
+    lambda drawn: tuple(
+        delta(drawn[0], drawn[0] + drawn[1], size, f".r{rank}") for rank, size in enumerate(drawn[2])
+    )
 )
 
 
 @given(
     st.integers(0, 6),
     st.integers(0, 30),
-    st.lists(edges, max_size=9, unique_by=lambda delta: delta.key),
+    st.lists(edges, max_size=9, unique_by=lambda parts: parts[0].key),
     st.integers(0, 7),
     st.none() | st.integers(0, 8),
 )
-def test_no_way_is_cheaper(at, size, deltas, version, held):
-    ways = every_recipe(anchor(at, size), deltas, version, held)
-    found = cheapest_recipe(anchor(at, size), deltas, version, held)
+def test_no_way_is_cheaper(at, size, links, version, held):
+    ways = every_recipe(anchor(at, size), links, version, held)
+    found = cheapest_recipe(anchor(at, size), chain.from_iterable(links), version, held)
     if not ways:
         assert found is None
     else:
         assert found in ways
         assert (found.size, len(found.files)) == min((way.size, len(way.files)) for way in ways)
+
+
+def with_links(deltas: list[DeltaRef], jumps: list[DeltaRef]) -> Manifest:
+    """A manifest of version 3 with these; its anchor is version 0."""
+    return Manifest(**dict(manifest_of(3, 0)) | {"deltas": deltas, "jumps": jumps, "seal": ""})
+
+
+PARTS = [delta(v - 1, v, 9, part) for v in (1, 2, 3) for part in (".r0", ".r1")]
+JUMP = [delta(0, 3, 25, ".r0"), delta(0, 3, 25, ".r1")]
+
+
+def test_parts_are_taken_together():
+    manifest = with_links(PARTS, JUMP)
+    assert manifest.delta == tuple(PARTS[-2:])
+    assert manifest.recipe().deltas == tuple(JUMP)
+    assert manifest.recipe(1).deltas == tuple(PARTS[2:])
+    assert with_links(PARTS, [*JUMP, delta(0, 3, 5, ".r2")]).recipe().deltas == tuple(PARTS), "55 > 54"
+
+
+@pytest.mark.parametrize("part", [".r0", ".r1"])
+def test_a_part_that_cannot_be_read_is_none_of_use(part):
+    manifest = with_links(PARTS, JUMP)
+    assert manifest.recipe_without({f"0-3{part}"}).deltas == tuple(PARTS)
+    assert manifest.recipe_without({f"1-2{part}"}).deltas == tuple(JUMP)
+    assert manifest.recipe_without({f"0-3{part}", f"1-2{part}"}) is None
+    assert manifest.recipe_without({f"0-3{part}", f"0-1{part}"}, held=1).deltas == tuple(PARTS[2:])
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1, 3, 4, 5], [0, 2, 4, 1, 3, 5], [2, 3, 0, 1, 4, 5]])
+def test_parts_that_are_not_adjacent_are_refused(order):
+    with pytest.raises(ValueError, match="do not lead to version 3 one by one"):
+        with_links([PARTS[at] for at in order], [])
+
+
+def test_a_jump_of_one_version_is_refused():
+    with pytest.raises(ValueError, match="a jump spans less than two versions"):
+        with_links(PARTS, PARTS[-2:])
+
+
+def test_a_recipe_of_as_many_deltas_as_a_manifest_may_name_takes_little_memory():
+    """A forged manifest names them all; a recipe for each version on the way would take a gigabyte."""
+    tracemalloc.start()
+    try:
+        found = cheapest_recipe(
+            anchor(0, 1), (delta(v - 1, v, 1) for v in range(1, MAX_REFS + 1)), MAX_REFS, None
+        )
+        assert len(found.deltas) == MAX_REFS
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def run_of(newest: int, strides: tuple[int, ...]) -> tuple[tuple[DeltaRef, ...], tuple[DeltaRef, ...]]:

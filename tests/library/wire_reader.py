@@ -177,27 +177,38 @@ def sealed(kind: str, text: str) -> dict:
 
 
 def way(manifest: dict) -> list[dict]:
-    """The deltas and jumps of the fewest bytes from the anchor to the version."""
+    """The deltas and jumps of the fewest bytes, then files, from the anchor to the version."""
+    links: dict[tuple[int, int], list[dict]] = {}
+    for ref in (*manifest["deltas"], *manifest["jumps"]):
+        links.setdefault((ref["base"], ref["version"]), []).append(ref)  # the parts of a step
     ways: dict[int, list[dict]] = {manifest["anchor"]["version"]: []}
-    for ref in sorted([*manifest["deltas"], *manifest["jumps"]], key=lambda ref: ref["base"]):
-        if ref["base"] in ways:
-            found = [*ways[ref["base"]], ref]
-            known = ways.get(ref["version"], found)
-            ways[ref["version"]] = min(known, found, key=lambda refs: sum(one["size"] for one in refs))
+    for base, version in sorted(links):
+        if base in ways:
+            found = [*ways[base], *links[base, version]]
+            known = ways.get(version, found)
+            ways[version] = min(known, found, key=lambda refs: (sum(one["size"] for one in refs), len(refs)))
     return ways[manifest["version"]]
 
 
-def newest(bucket: Path, run: str) -> tuple[dict, Weights]:
-    """The manifest of a run's newest version, and its weights."""
-    text = max((bucket / f"runs/{run}/heads").iterdir()).read_text()
-    head = sealed("Head", text)
-    manifest = sealed("Manifest", pinned(bucket, head["manifest"]).decode())
-    files = manifest["anchor"]["files"]
-    (anchor,) = (ref for ref in files if ref["key"].endswith("/model.safetensors"))
-    header, content = safetensors(pinned(bucket, anchor))
-    weights = {name: patterns(raw) for name, raw in content.items()}
-    assert all(len(w) == math.prod(header[name]["shape"]) for name, w in weights.items())
+def built(bucket: Path, manifest: dict) -> Weights:
+    """The weights of a version."""
+    weights: Weights = {}
+    for ref in manifest["anchor"]["files"]:
+        if ref["key"].endswith(".safetensors"):
+            header, content = safetensors(pinned(bucket, ref))
+            assert all(len(raw) == 2 * math.prod(header[name]["shape"]) for name, raw in content.items())
+            weights |= {name: patterns(raw) for name, raw in content.items()}
     for ref in way(manifest):
         apply_delta(pinned(bucket, ref), weights)
     assert digest(weights) == manifest["digest"]
-    return manifest, weights
+    return weights
+
+
+def versions(bucket: Path, run: str) -> Iterator[dict]:
+    """The manifests of a run, newest first."""
+    text = max((bucket / f"runs/{run}/heads").iterdir()).read_text()
+    ref = sealed("Head", text)["manifest"]
+    while ref:
+        manifest = sealed("Manifest", pinned(bucket, ref).decode())
+        yield manifest
+        ref = manifest["parent"]

@@ -58,8 +58,8 @@ const FIELDS = {
   Head: { ...sealed, version: orNull(count), manifest: orNull(table(file)) },
   Manifest: {
     ...sealed, version: count, sync: count, created_at: time, digest: text(/^[0-9a-f]{16}$/),
-    anchor: table({ version: count, files: listOf(table(file), 256) }),
-    deltas: listOf(isDelta, 1024), jumps: listOf(isDelta, 1024), parent: orNull(table(file)),
+    anchor: table({ version: count, files: listOf(table(file), 1024) }),
+    deltas: listOf(isDelta, 16384), jumps: listOf(isDelta, 16384), parent: orNull(table(file)),
     changed: count, total: count, full_bytes: count,
   },
 };
@@ -141,11 +141,12 @@ export async function parse(kind, data, key) {
 
 /** @param {Manifest} manifest @param {string} key */
 function checkLinks({ version, deltas, jumps, anchor, parent, ...others }, key) {
-  const first = version - deltas.length;
-  demand(deltas.every((one, i) => one.base === first + i && one.version === one.base + 1),
+  const steps = deltas.filter((one, i) => one.base !== deltas[i - 1]?.base || one.version !== deltas[i - 1].version); // not its parts
+  const first = version - steps.length;
+  demand(steps.every((one, i) => one.base === first + i && one.version === one.base + 1),
     `${key}: its deltas do not lead to version ${version} one by one`);
-  const back = jumps.find((one) => one.base >= one.version);
-  demand(!back, `${key}: a jump leads from version ${back?.base} back to ${back?.version}`);
+  const short = jumps.find((one) => one.version - one.base < 2);
+  demand(!short, `${key}: a jump from version ${short?.base} to ${short?.version} spans less than two versions`);
   const names = anchor.files.map((one) => nameOf(one));
   demand(new Set(names).size === names.length, `${key}: two files of the anchor have the same name`);
   demand((parent === null) === (version === 0), `${key}: version 0 has no parent, and every other version has one`);
@@ -156,25 +157,38 @@ function checkLinks({ version, deltas, jumps, anchor, parent, ...others }, key) 
 /** The last part of a file's key. @param {FileRef} ref */
 export const nameOf = (ref) => ref.key.slice(ref.key.lastIndexOf("/") + 1);
 
+/** @param {FileRef[]} refs */
+export const sizeOf = (refs) => refs.reduce((sum, { size }) => sum + size, 0);
+
 /**
- * The files of the fewest bytes that build a manifest's version; null if the version that is held is of no use.
+ * The fewest bytes that build a manifest's version, then the fewest files; null if the version that is held is of no use.
  * @param {Manifest} manifest
  * @param {number | null} held a version that is there already; null starts from the anchor
  * @returns {Recipe | null}
  */
 export function recipe({ version, anchor, deltas, jumps }, held) {
-  /** @type {Map<number, {size: number, deltas: DeltaRef[]}>} */
-  const reached = new Map([[held ?? anchor.version, { size: 0, deltas: [] }]]);
-  for (const delta of [...deltas, ...jumps].sort((a, b) => a.base - b.base)) {
-    const from = reached.get(delta.base);
+  /** The parts of each delta and jump: all of them are needed. @type {Map<string, DeltaRef[]>} */
+  const links = new Map();
+  for (const part of [...deltas, ...jumps]) {
+    const link = `${part.base}-${part.version}`;
+    links.set(link, links.get(link) ?? []).get(link)?.push(part);
+  }
+  /** @type {Map<number, {size: number, files: number, parts: DeltaRef[]}>} */
+  const reached = new Map([[held ?? anchor.version, { size: 0, files: 0, parts: [] }]]);
+  for (const parts of [...links.values()].sort(([a], [b]) => a.base - b.base)) {
+    const [from, known] = [reached.get(parts[0].base), reached.get(parts[0].version)];
     if (!from) continue;
-    const size = from.size + delta.size;
-    if (size < (reached.get(delta.version)?.size ?? Infinity)) {
-      reached.set(delta.version, { size, deltas: [...from.deltas, delta] });
+    const [size, files] = [from.size + sizeOf(parts), from.files + parts.length];
+    if (!known || size < known.size || (size === known.size && files < known.files)) {
+      reached.set(parts[0].version, { size, files, parts });
     }
   }
-  const found = reached.get(version);
-  return found ? { anchor: held === null ? anchor : null, deltas: found.deltas } : null;
+  /** @type {DeltaRef[][]} */
+  const way = []; // from the end: nothing is copied, however long it is
+  let at = reached.get(version);
+  if (!at) return null;
+  for (; at?.parts.length; at = reached.get(at.parts[0].base)) way.push(at.parts);
+  return { anchor: held === null ? anchor : null, deltas: way.reverse().flat() };
 }
 
 /**

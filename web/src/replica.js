@@ -3,7 +3,7 @@
 import { apply, decode, undo } from "./delta.js";
 import { stateDigest } from "./digest.js";
 import { completed, FIRST, REST, sketched, weightsOf } from "./preview.js";
-import { check, LARGEST_RECORD, nameOf, newer, parse, PublicKeys, recipe } from "./records.js";
+import { check, LARGEST_RECORD, nameOf, newer, parse, PublicKeys, recipe, sizeOf } from "./records.js";
 import { demand, Refused } from "./refused.js";
 
 /** @typedef {import("./records.js").Manifest} Manifest */
@@ -18,7 +18,6 @@ import { demand, Refused } from "./refused.js";
 /** @typedef {import("./preview.js").Preview} Preview */
 
 const LARGEST_JOIN = 2 ** 30; // bytes of all files that lead to a version
-const WEIGHTS = "model.safetensors";
 const SAFETY = 60; // seconds between two looks at a bucket that reports its changes, in case a report is lost
 
 /** The runs of a bucket. @param {Bucket} bucket */
@@ -238,6 +237,11 @@ export class Replica {
         this.known.set(ref.key, delta);
       }
       apply(model, delta.patches);
+      const last = past.at(-1);
+      if (last?.version === ref.version) { // another part of the same step
+        [past, moves].forEach((list) => list.pop());
+        delta = { ...delta, patches: [...last.patches, ...delta.patches] };
+      }
       past.push(delta);
       moves.push({ patches: delta.patches, forward: true });
     }
@@ -285,16 +289,17 @@ export class Replica {
   }
 
   /**
-   * The anchor's weights and small files. Its weights may come in two files, see preview.js.
+   * The anchor's weights and small files. A single file of weights may come as two, see preview.js.
    * @param {import("./records.js").Anchor} anchor
    * @param {FileRef[]} refs what a join fetches
    */
   async #joined(anchor, refs) {
-    const whole = anchor.files.find((ref) => nameOf(ref) === WEIGHTS);
-    demand(whole, `the anchor has no ${WEIGHTS}`);
+    const shards = anchor.files.filter((ref) => nameOf(ref).endsWith(".safetensors"));
+    demand(shards.length, "the anchor has no weights");
+    const [whole] = shards; // if there are several, none has a preview
     const files = new Map();
-    const folder = whole.key.slice(0, -WEIGHTS.length);
-    const listed = await this.bucket.list(folder).catch(() => /** @type {string[]} */ ([]));
+    const folder = whole.key.slice(0, -nameOf(whole).length);
+    const listed = shards.length > 1 ? [] : await this.bucket.list(folder).catch(() => /** @type {string[]} */ ([]));
     /** @type {Promise<Uint8Array> | undefined} */
     let weights;
     let bytes = sizeOf(refs);
@@ -325,9 +330,14 @@ export class Replica {
       }
     }
     const coming = this.#fetchAll(refs.filter((ref) => !weights || ref !== whole));
-    for (const ref of anchor.files) if (ref !== whole && !files.has(nameOf(ref))) files.set(nameOf(ref), await coming.get(ref.key));
-    const file = /** @type {Uint8Array} */ (await (weights ?? coming.get(whole.key)));
-    return { model: await named(WEIGHTS, async () => weightsOf(file)), files, coming, bytes };
+    for (const ref of anchor.files) if (!shards.includes(ref) && !files.has(nameOf(ref))) files.set(nameOf(ref), await coming.get(ref.key));
+    /** @type {Model} */
+    const model = new Map();
+    for (const shard of shards) {
+      const file = /** @type {Uint8Array} */ (await (weights ?? coming.get(shard.key)));
+      for (const [name, tensor] of await named(nameOf(shard), async () => weightsOf(file))) model.set(name, tensor);
+    }
+    return { model, files, coming, bytes };
   }
 
   /**
@@ -395,9 +405,6 @@ function paused(seconds, signal) {
 
 /** @param {{term: number, id: string, version: number}} a @param {{term: number, id: string, version: number}} b */
 const byWriterThenVersion = (a, b) => a.term - b.term || a.id.localeCompare(b.id) || a.version - b.version;
-
-/** @param {FileRef[]} refs */
-const sizeOf = (refs) => refs.reduce((sum, { size }) => sum + size, 0);
 
 /** @param {Model} model @returns {Model} */
 const copied = (model) => new Map([...model].map(([name, { shape, bits }]) => [name, { shape, bits: bits.slice() }]));

@@ -51,7 +51,7 @@ class Deltas:
         """Publish the next version."""
         self._publisher.publish(weights)
         manifest = self._publisher.flush()
-        files = manifest.deltas[-1:] or manifest.anchor.files
+        files = manifest.delta or manifest.anchor.files
         return Sent(sum(file.size for file in files), manifest.digest)
 
     def receive(self, version: int) -> State:
@@ -60,7 +60,8 @@ class Deltas:
         manifest = self._reader.manifest(version)
         with tempfile.TemporaryDirectory() as folder:
             if self._state:
-                self._reader.apply(self._state, manifest.deltas[-1], Path(folder))
+                for part in manifest.delta:
+                    self._reader.apply(self._state, part, Path(folder))
             else:
                 self._state = self._reader.checkout(manifest, Path(folder))
         require_digest(self._state, manifest)

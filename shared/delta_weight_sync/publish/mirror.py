@@ -204,7 +204,7 @@ class Mirror:
 class Search:
     """Finds what changed in parts, which are added one by one.
 
-    A part (of any float dtype) on the host is compared at once. Parts on a device are compared all together,
+    A part (of any float dtype) on the host is compared immediately. Parts on a device are compared together,
     or as soon as their temporary copies take more than a gigabyte.
     """
 
