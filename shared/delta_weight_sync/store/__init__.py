@@ -60,7 +60,7 @@ class Bucket(ABC):
     def upload(self, key: str, data: bytes) -> str:
         """Upload an object that `put_all`, called by any process with this receipt, then stores under `key`.
 
-        A store that cannot separate the two stores the object at once.
+        A store that cannot separate the two stores the object immediately.
         """
         self.put(key, data)
         return ""
