@@ -112,7 +112,7 @@ def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
 
 def map_folder(folder: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
     """Like `map_bits`, for all files of a checkpoint's weights."""
-    files = sorted(folder.glob(_SHARDS))
+    files = sorted(folder.glob("*.safetensors"))
     return {name: bits for path in files for name, bits in map_bits(path, mode).items()}
 
 
