@@ -12,9 +12,9 @@ ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact
 
 
 def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, int]:
-    """Bytes on rank 0's GPU, by purpose. Empty if `model` has no readable config of a language model.
+    """Bytes on the GPU of each rank, by purpose. Empty if `model` has no readable config of a language model.
 
-    `options`: the settings; missing ones have the trainer's defaults.
+    `options`: the settings; missing ones have the trainer's defaults. `shards`: the ranks of FSDP.
     """
     try:
         config = AutoConfig.from_pretrained(model)
@@ -33,7 +33,8 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
         "weights": size * count,
         "gradient": size * count,
         "moments": 2 * size * count * (options.get("optim", _ADAMW[0]) in _ADAMW),
-        "mirror": 2 * count * shards * (options.get("mirror") == "device"),  # rank 0 holds all of it
+        # Of its own tensors, and of its blocks of other ranks' tensors.
+        "mirror": 2 * count * (2 - 1 / shards) * (options.get("mirror") == "device"),
         "old policy": size * count * bool(options.get("exact_old_policy")),
         "autocast": 2 * count * (bf16 and size == 4),
         "activations": layer + layers * kept if again else layers * layer,

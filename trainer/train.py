@@ -8,8 +8,7 @@ into the bucket, and the replicas fetch them from there. However a trainer ends,
 run. Read `train` from top to bottom.
 
 For several processes, write `accelerate launch --use_fsdp --fsdp_version 2 -m` instead of `python -m`. Then
-only the main rank publishes and talks to replicas. The others send it the changes in their shards, and save
-their part of the state.
+each rank publishes its tensors and saves its part of the state, and only the main rank talks to replicas.
 """
 
 import contextlib

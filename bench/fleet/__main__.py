@@ -15,7 +15,6 @@ from delta_weight_sync.cost import EGRESS_RATIO, Plan, Question
 from delta_weight_sync.util import size_text, time_text
 
 ACCOUNTS = {"free": Limits(5_000, 1_000), "PRO": Limits(12_000, 2_500), "Team": Limits(20_000, 3_000)}
-OBJECT = 500e9  # bytes of the largest object on the Hub
 NEAR, FAR, FARTHEST = (Region(latency, 1e9, 200e9) for latency in (0.02, 0.1, 0.2))
 BIG = Scenario(235 * 10**9, 0.01, 128, 120, 30, ranks=48, cores=32, regions=(NEAR, FAR))
 HUGE = Scenario(10**12, 0.01, 1000, 60, 10, ranks=64, cores=32, regions=(NEAR, FAR, FARTHEST))
@@ -35,9 +34,9 @@ CHANGED = {  # the third scenario with one thing changed, and the fourth with fe
     "the Hub is down for 5 minutes": replace(BIG, outage=(10, 300)),
     "20 replicas die per hour": replace(BIG, deaths_hour=20, minutes=60),
     "a step every 30 s, a Team's limits enforced": replace(BIG, step_s=30, limits=ACCOUNTS["Team"]),
-    "each of 48 ranks uploads its part (prediction)": replace(BIG, uploaders=48),
+    "8 ranks instead of 48": replace(BIG, ranks=8),
     "10^12, 16 replicas": replace(HUGE, replicas=16, minutes=240),
-    "each of 64 ranks uploads its part (prediction)": replace(HUGE, replicas=16, minutes=240, uploaders=64),
+    "8 ranks instead of 64": replace(HUGE, replicas=16, minutes=240, ranks=8),
 }
 
 
@@ -51,7 +50,7 @@ class Figures:
         self.merged = (fleet.versions[-1].sync - fleet.versions[0].sync + 1) / self.versions
         self.lag, self.p95, self.last = spread(fleet.lags)
         self.egress, self.stored = hub.received["replica"] / self.hours, fleet.stored / self.hours
-        self.uplink = fleet.sent / 3600 / self.hours / (asked.link * asked.uploaders)
+        self.uplink = fleet.sent / 3600 / self.hours / (asked.link * asked.machines)
         windows = 60 * asked.minutes / WINDOW_S
         kinds = [(role, quota_of(kind), count) for (role, kind), count in hub.kinds.items()]
         self.trainer, self.replica = (  # requests in five minutes, of the trainer and of one replica
@@ -63,10 +62,8 @@ class Figures:
 
     def breaks(self, limits: Limits) -> list[tuple[float, str]]:
         """Each limit, and the number of replicas at which it is reached; 0: with any number."""
-        asked, anchor, found = self.asked, 2.0 * self.asked.params, list[tuple[float, str]]()
-        delta = self.fleet.versions[-1].deltas[-1].size
-        if anchor > OBJECT:
-            found.append((0, f"the anchor has {size_text(anchor)}, an object at most {size_text(OBJECT)}"))
+        asked, found = self.asked, list[tuple[float, str]]()
+        delta = sum(part.size for part in self.fleet.versions[-1].delta)
         if self.merged > 1.05:
             found.append((0, f"the publisher is slower than the steps: {self.merged:.1f} in a version"))
         for quota, text in (("files", "requests for files"), ("api", "requests to the API")):
@@ -103,6 +100,7 @@ def standard(name: str, account: str, one: Figures) -> dict[str, str]:
             min(asked.link, *(region.link for region in asked.regions)),
             steps_per_hour=per_hour,
             cores=asked.cores,
+            ranks=asked.ranks,
         )
     )
 

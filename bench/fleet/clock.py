@@ -126,20 +126,36 @@ class Clock:
 
 
 class Condition:
-    """As `threading.Condition`. No task waits for anything else while it holds one, so it needs no lock."""
+    """As `threading.Condition`: its holder may enter it again, and lets others in while it waits."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._waiting = clock, list[_Alarm]()
+        self._clock, self._waiting, self._entering = clock, list[_Alarm](), list[_Alarm]()
+        self._holder: object = None
+        self._depth = 0
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        while self._depth and self._holder is not getcurrent():
+            self._clock.park(self._entering)
+        self._holder, self._depth = getcurrent(), self._depth + 1
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._clock.wake(self._entering)
 
     def wait_for(self, done: Callable[[], Any], timeout: float | None = None) -> Any:
         """As in `threading.Condition`."""
         end = math.inf if timeout is None else self._clock.now + timeout
         while not (result := done()) and (left := end - self._clock.now) > 0:
-            self._clock.park(self._waiting, left)
+            depth, self._depth = self._depth, 0
+            self._clock.wake(self._entering)
+            try:
+                self._clock.park(self._waiting, left)
+                while self._depth and depth:
+                    self._clock.park(self._entering)
+            finally:
+                if depth:
+                    self._holder, self._depth = getcurrent(), depth
         return result
 
     def notify_all(self) -> None:
@@ -306,6 +322,24 @@ class Pipe:
         while self._flows and self._flows[0][0] <= self._done:
             self._clock.wake(heapq.heappop(self._flows)[2])
         self._plan()
+
+
+class Group:
+    """The processes of a trainer that talk to each other. Messages take no time."""
+
+    def __init__(self, clock: Clock, size: int) -> None:
+        self.size, self._clock = size, clock
+        self._rounds: dict[int, tuple[Event, dict[int, Any]]] = {}  # by the number of the round
+
+    def exchange(self, number: int, rank: int, message: Any) -> list[Any]:
+        """The messages of all ranks in this round, once all have given one."""
+        ready, said = self._rounds.setdefault(number, (Event(self._clock), {}))
+        said[rank] = message
+        if len(said) == self.size:
+            del self._rounds[number]
+            ready.set()
+        ready.wait()
+        return [said[rank] for rank in range(self.size)]
 
 
 _KINDS = {"Condition": Condition, "Event": Event, "Lock": Lock, "Thread": Thread}

@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +18,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+from greenlet import getcurrent
 
-from bench.fleet.clock import Clock, Condition, Pipe
+from bench.fleet.clock import Clock, Condition, Event, Group, Pipe
 from bench.fleet.hub import UNLIMITED, Hub, Limits, Link, SimBucket, Sized, stand_in
 from delta_weight_sync import cost, reader, runlog, util, watch
-from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import outbox, shortcuts, writer
@@ -30,8 +30,6 @@ from delta_weight_sync.records import Manifest, parse
 from delta_weight_sync.store import hub
 from delta_weight_sync.vllm import follower
 from delta_weight_sync.vllm.engine import Times
-
-TENSOR = "model"  # all weights
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,10 @@ class Scenario:
     replicas: int
     step_s: float
     minutes: float  # that are measured, once the first replicas serve
-    link: float = 1e9  # of each rank of the trainer
+    link: float = 1e9  # of each machine of the trainer
     latency: float = 0.1  # from the trainer to the store
     regions: tuple[Region, ...] = (Region(0.1, 1e9),)
-    ranks: int = 1  # of the trainer
-    uploaders: int = 1  # ranks that encode and upload their own part; more than 1 is a prediction
+    ranks: int = 1  # of the trainer, `cost.PER_MACHINE` on each machine; each has one tensor
     cores: int = 2  # of a rank, and of each worker of a replica
     limits: Limits = UNLIMITED  # that the Hub enforces
     events: bool = True
@@ -72,6 +69,16 @@ class Scenario:
     def workers(self) -> int:
         """Of a replica."""
         return math.ceil(cost.REPLICA_BYTES * self.params / cost.GPU_BYTES)
+
+    @property
+    def machines(self) -> int:
+        """Of the trainer."""
+        return math.ceil(self.ranks / cost.PER_MACHINE)
+
+    @property
+    def owned(self) -> int:
+        """Weights that a rank owns."""
+        return self.params // self.ranks
 
     @property
     def threads(self) -> int:
@@ -104,22 +111,23 @@ class Many:
 
 
 class CountedPatch:
-    """What `syncs` syncs changed."""
+    """What `syncs` syncs changed in the tensor of one rank."""
 
-    def __init__(self, scenario: Scenario, syncs: float) -> None:
-        self.name, self.shape, self.syncs = TENSOR, (scenario.params,), syncs
-        self.index, self.ulps = (Many(scenario.changes(abs(syncs)), size) for size in (8, 2))
+    def __init__(self, scenario: Scenario, name: str, syncs: float) -> None:
+        self.name, self.shape, self.syncs = name, (scenario.owned,), syncs
+        changes = scenario.changes(abs(syncs)) / scenario.ranks
+        self.index, self.ulps = (Many(changes, size) for size in (8, 2))
 
 
 class CountedBits:
-    """The weights of a file: the number of syncs that they hold."""
+    """The tensor of one rank: the number of syncs that it holds."""
 
-    def __init__(self, syncs: float = 0.0) -> None:
-        self.syncs = syncs
+    def __init__(self, name: str, syncs: float = 0.0) -> None:
+        self.name, self.syncs = name, syncs
 
     def copy(self) -> CountedBits:
         """A copy."""
-        return CountedBits(self.syncs)
+        return CountedBits(self.name, self.syncs)
 
 
 class Codec:
@@ -130,70 +138,72 @@ class Codec:
 
     def merge(self, first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
         """As `codec.merge`."""
-        syncs = sum(patch.syncs for patch in (*first, *then))
-        return [CountedPatch(self._scenario, syncs)] if syncs else []
+        both = (*first, *then)
+        syncs = sum(patch.syncs for patch in both)
+        return [CountedPatch(self._scenario, both[0].name, syncs)] if syncs else []
 
     def inverse(self, patch: Any) -> CountedPatch:
         """As `codec.inverse`."""
-        return CountedPatch(self._scenario, -patch.syncs)
+        return CountedPatch(self._scenario, patch.name, -patch.syncs)
 
     def apply(self, patch: Any, bits: CountedBits) -> None:
         """As `codec.apply`."""
         bits.syncs += patch.syncs
         self._sleep(cost.APPLY.seconds(0, patch.index.size))
 
-    def diff(self, _: str, old: CountedBits, new: CountedBits) -> CountedPatch:
+    def diff(self, name: str, old: CountedBits, new: CountedBits) -> CountedPatch:
         """As `codec.diff`."""
-        self._sleep(cost.DIFF["fp32"].seconds(self._scenario.params))
-        return CountedPatch(self._scenario, new.syncs - old.syncs)
+        self._sleep(cost.DIFF["fp32"].seconds(self._scenario.owned))
+        return CountedPatch(self._scenario, name, new.syncs - old.syncs)
 
     def encode(self, patches: Iterable[Any], _: object, *, base: int, version: int, encoding: Any) -> Sized:
         """As `codec.encode`."""
         asked, syncs = self._scenario, sum(patch.syncs for patch in patches)
         seconds = cost.encode_s(asked.params, asked.changes(syncs), encoding)
-        self._sleep(seconds / asked.threads / asked.uploaders)
-        return Sized.of(f"{syncs} {base} {version}".encode(), asked.delta_bytes(syncs), syncs)
+        self._sleep(seconds / asked.threads / asked.ranks)
+        return Sized.of(f"{syncs} {base} {version}".encode(), asked.delta_bytes(syncs) / asked.ranks, syncs)
 
     def apply_delta(self, bits: dict[str, CountedBits], path: Path) -> None:
         """As `reader.apply_delta`."""
-        patch = CountedPatch(self._scenario, float(path.read_bytes().split()[0]))
-        self._sleep(cost.DECODE["fast"].seconds(self._scenario.params, patch.index.size))
-        self.apply(patch, bits[TENSOR])
+        (whole,) = bits.values()
+        patch = CountedPatch(self._scenario, whole.name, float(path.read_bytes().split()[0]))
+        self._sleep(cost.DECODE["fast"].seconds(self._scenario.owned, patch.index.size))
+        self.apply(patch, whole)
 
     def map_folder(self, folder: Path, _: str = "r") -> dict[str, CountedBits]:
         """As `checkpoint.map_folder`."""
-        return {TENSOR: self._disk[folder]}
+        return {self._disk[folder].name: self._disk[folder]}
 
-    def write_bits(self, _: object, bits: Callable[[str], CountedBits], path: Path) -> None:
+    def write_bits(
+        self, shapes: Mapping[str, object], bits: Callable[[str], CountedBits], path: Path
+    ) -> None:
         """As `checkpoint.write_bits`."""
-        self._disk[path.parent] = bits(TENSOR).copy()
+        (name,) = shapes
+        self._disk[path.parent] = bits(name).copy()
         with path.open("wb") as file:
-            file.truncate(2 * self._scenario.params)
-        self._sleep(cost.SAVE.seconds(self._scenario.params))
+            file.truncate(2 * self._scenario.owned)
+        self._sleep(cost.SAVE.seconds(self._scenario.owned))
 
     def copytree(self, old: Path, new: Path, **_: bool) -> None:
         """As `shutil.copytree`."""
         self._disk[new] = self._disk[old].copy()
-        self._sleep(cost.SAVE.seconds(self._scenario.params))
+        self._sleep(cost.SAVE.seconds(self._scenario.owned))
 
     def require_digest(self, *_: object) -> None:
         """As `reader.require_digest`."""
-        self._sleep(cost.DIGEST.seconds(self._scenario.params))
+        self._sleep(cost.DIGEST.seconds(self._scenario.owned))
 
 
 class CountedMirror:
-    """In place of `Mirror`."""
+    """In place of the `Mirror` of a rank's own tensor."""
 
     def __init__(self, scenario: Scenario, clock: Clock) -> None:
         self._scenario, self._sleep = scenario, clock.sleep
-        self._bits, self.digest, self.shapes = CountedBits(), 0, dict[str, tuple[int, ...]]()
-
-    def __bool__(self) -> bool:
-        return bool(self.shapes)
+        self._bits, self.digest = CountedBits(""), 0
 
     def add(self, name: str, _: object) -> None:
         """As in `Mirror`."""
-        self.shapes[name] = (self._scenario.params,)
+        self._bits = CountedBits(name)
 
     def bits(self, _: str) -> CountedBits:
         """As in `Mirror`."""
@@ -204,8 +214,8 @@ class CountedMirror:
         parts = list[Any]()
 
         def found() -> Any:
-            self._sleep(cost.DIFF["fp32"].seconds(self._scenario.params) / self._scenario.ranks)
-            return SimpleNamespace(patches=[CountedPatch(self._scenario, 1.0) for _ in parts])
+            self._sleep(cost.DIFF["fp32"].seconds(self._scenario.owned))
+            return SimpleNamespace(patches=[CountedPatch(self._scenario, part.name, 1.0) for part in parts])
 
         return SimpleNamespace(add=parts.append, found=found)
 
@@ -220,6 +230,44 @@ class CountedMirror:
     require_finite = take
 
 
+class Seat:
+    """In place of `Peers`: what a rank sends to others takes no time."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self.rank, self.size, self.main = rank, group.size, rank == 0
+        self._group, self._round = group, 0
+
+    def exchange(self, message: Any) -> list[Any]:
+        """As in `Peers`."""
+        self._round += 1
+        return self._group.exchange(self._round, self.rank, message)
+
+    @contextlib.contextmanager
+    def fail_together(self) -> Iterator[None]:
+        """As in `Peers`; in a simulation, no rank fails."""
+        yield
+        self.exchange(None)
+
+    def swap(self, *_: object) -> list[Any]:
+        """As in `Peers`: each rank has found the changes of its own tensor."""
+        return self.exchange([])[0]
+
+    def scatter(self, *_: object) -> list[Any]:
+        """As in `Peers`, without tensors."""
+        return []
+
+    def share(self, *_: object) -> None:
+        """As in `Peers`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """A process of the trainer."""
+
+    number: int
+    bucket: SimBucket
+
+
 class CountedLayout:
     """In place of `vllm.disk.Layout`: fetches the same files."""
 
@@ -232,12 +280,13 @@ class CountedLayout:
         if self._anchor != manifest.anchor:
             self._reader.fetch_anchor(manifest.anchor, self._folder)
             self._anchor = manifest.anchor
-        (self._folder / WEIGHTS).touch()
+        for ref in manifest.anchor.weights:
+            (self._folder / ref.name).touch()
         sum_s = (rate.seconds(asked.params) for rate in (cost.LOAD, cost.DIGEST, cost.SAVE))
         sleep(sum(sum_s))
         for ref in self._reader.recipe(manifest).deltas:
             self._reader.fetch(ref, self._folder)
-            decode_s = cost.DECODE["fast"].seconds(asked.params, ref.changed) / asked.threads
+            decode_s = cost.DECODE["fast"].seconds(asked.owned, ref.changed) / asked.threads
             sleep(decode_s + cost.APPLY.seconds(0, ref.changed))
         return self._folder, {}
 
@@ -266,7 +315,7 @@ class CountedEngine:
     def take(self, paths: Sequence[Path], *_: str) -> Times:
         """As in `Engine`."""
         syncs = [self._fleet.hub.syncs[path.name] for path in paths]
-        return self._took(sum(map(self._fleet.asked.changes, syncs)), decoded=True)
+        return self._took(sum(map(self._fleet.asked.changes, syncs)) / self._fleet.asked.ranks, decoded=True)
 
     def take_checkpoint(self, *_: object) -> Times:
         """As in `Engine`: it began with the base model."""
@@ -316,6 +365,9 @@ class Fleet:
         self.versions = list[Manifest]()
         self.began, self.sent, self.stored = math.inf, 0, 0
         self._serving, self._served = Condition(self.clock), 0
+        self._begun, self._buckets = Event(self.clock), list[SimBucket]()
+        # The ranks talk in two groups: their main threads, and their publishing threads.
+        self._peers, self._background = (Group(self.clock, asked.ranks) for _ in range(2))
 
     def run(self) -> Fleet:
         """Run it."""
@@ -363,38 +415,57 @@ class Fleet:
                 "file_sha256": lambda path: hashlib.sha256(stand_in(path)).hexdigest(),
             },
             shortcuts: files | {"threading": clock.threading, "codec": codec, "shutil": shutil},
-            outbox: both | {"codec": codec, "Mirror": mirror, "write_bits": codec.write_bits},
+            outbox: both
+            | {"codec": codec, "Mirror": mirror, "write_bits": codec.write_bits}
+            | {"Peers": lambda **_: Seat(self._background, getcurrent().owner.number)},
             follower: both | {"Layout": layout},
         }
 
     def _train(self) -> None:
         asked, clock = self.asked, self.clock
-        bucket = SimBucket(
-            self.hub, Link(asked.latency, Pipe(clock, asked.link * asked.uploaders)), "trainer"
-        )
-        written = writer.RunWriter(bucket, "fleet", model="none", assets=asked.assets)
-        log, keep = runlog.RunLogWriter(bucket, "fleet"), Keep.parse(asked.keep) if asked.keep else None
-        publisher, weights = outbox.Outbox(written, log, keep=keep), [(TENSOR, torch.zeros(1))]
-        self.handed.append(clock.now)
+        pipes = [Pipe(clock, asked.link) for _ in range(asked.machines)]
+        links = (Link(asked.latency, pipes[number // cost.PER_MACHINE]) for number in range(asked.ranks))
+        ranks = [Rank(number, SimBucket(self.hub, link, "trainer")) for number, link in enumerate(links)]
+        self._buckets = [rank.bucket for rank in ranks]
+        written = writer.RunWriter(ranks[0].bucket, "fleet", model="none", assets=asked.assets)
+        for rank in ranks:
+            clock.spawn(functools.partial(self._rank, rank, written), rank)
+
+    def _rank(self, rank: Rank, main: writer.RunWriter) -> None:
+        asked, clock, own, log = self.asked, self.clock, main, None
+        if rank.number:
+            own = writer.PartWriter(reader.RunReader(rank.bucket, "fleet"), main.writer, main.newest)
+        else:
+            log = runlog.RunLogWriter(rank.bucket, "fleet")
+        own.part = f".r{rank.number}" if asked.ranks > 1 else ""
+        seat, keep = Seat(self._peers, rank.number), Keep.parse(asked.keep) if asked.keep else None
+        publisher = outbox.Outbox(own, log, peers=seat, keep=keep)
+        weights = [(f"of.{n}", torch.zeros(1).expand(asked.owned)) for n in range(asked.ranks)]
+        if log:
+            self.handed.append(clock.now)
         publisher.publish(weights, 0)
-        for number in range(asked.replicas):
-            clock.call(self.rng.uniform(0, 60), functools.partial(self._start, number))
-        self._serving.wait_for(lambda: self._served >= 0.95 * asked.replicas)
-        self._begin(written)
+        if log:
+            for number in range(asked.replicas):
+                clock.call(self.rng.uniform(0, 60), functools.partial(self._start, number))
+            self._serving.wait_for(lambda: self._served >= 0.95 * asked.replicas)
+            self._begin(main)
+        self._begun.wait()
         for sync in itertools.count(1):
             clock.sleep(max(self.began + sync * asked.step_s - clock.now, 0.0))
-            self.handed.append(clock.now)
+            if log:
+                self.handed.append(clock.now)
             publisher.publish(weights, sync)
 
     def _begin(self, written: writer.RunWriter) -> None:
         """Start to measure."""
         self.began, ends_s = self.clock.now, 60 * self.asked.minutes
+        self._begun.set()
         self.hub.begin()
-        self.sent, self.stored = -written.bucket.sent, -self.hub.stored()
+        self.sent, self.stored = -sum(bucket.sent for bucket in self._buckets), -self.hub.stored()
         written.on_version = self.versions.append
 
         def stop() -> None:
-            self.sent += written.bucket.sent
+            self.sent += sum(bucket.sent for bucket in self._buckets)
             self.stored += self.hub.stored()
             self.clock.end()
 

@@ -2,11 +2,12 @@
 
 docs/limits-and-costs.md explains how sizes are computed, and from what.
 
-Seconds. The trainer waits for the diff only, and each rank compares its own shard. Rank 0 encodes and uploads
-in the background, one version at a time; jumps and anchors use a part of its link. A replica takes one
-version after another. It fetches the delta, which every worker decodes completely. Each worker then finds the
-places of its own part of the changes, with their digest, and all commit. The slower side sets the pace, and a
-slow publisher merges steps. Encoding and decoding use up to half of the cores.
+Seconds. The trainer waits for the diff only, and each rank compares its own shard. Each encodes and uploads
+its part in the background, one version at a time; the ranks of a machine share its link, also with jumps and
+anchors. A replica takes one version after another. One of its machines fetches the delta, which every worker
+decodes completely. Each worker then finds the places of its own part of the changes, with their digest, and
+all commit. The slower side sets the pace, and a slow publisher merges steps. Encoding and decoding use up to
+half of the cores.
 
 Rates come from `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests compare them
 with that file: the table of sizes within 1 %, seconds within a factor of two.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import numpy as np
 
 from delta_weight_sync import util
+from delta_weight_sync.reader import SIDE_BY_SIDE
 from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, POLL_S, STRIDES
 from delta_weight_sync.store import DIRECT, SMALL
 from delta_weight_sync.store.notifications import SAFETY_S
@@ -116,6 +118,7 @@ APPLY: Final = Rate(0.0, 8.6)  # add a decoded delta to weights in host memory
 TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed of two threads relative to one: "threads"
 
 GPU_BYTES: Final = 80e9  # assumed: memory of one accelerator
+PER_MACHINE: Final = 8  # assumed: ranks, or workers, of one machine; they share its link
 STATE_BYTES: Final[dict[Trainer, float]] = {"fp32": 10.0, "fp32-start": 10.0, "bf16": 4.0}  # per weight
 STATE_MINUTES: Final = 5.0  # between two saved states, by default; they take at most a tenth of the link
 TRAINER_BYTES: Final = 16.0  # assumed per weight: fp32 weights, gradients and AdamW's two moments
@@ -126,9 +129,11 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that
 # even while the Hub sends events, also lists all HEADs. A publisher makes one request after another; a reader
 # polls HEAD, then reads all small objects in parallel.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
+PUBLISHING_PART: Final = {"all": 5, "api": 1, "files": 0}  # of each rank but rank 0, before rank 0 publishes
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, the poll of HEAD included
 # Further requests for a delta of more bytes: (all that wait in turn, those for files, those to the API).
+# Parts always need them: a reader cannot predict their keys.
 _LATER: Final = ((DIRECT, (5, 1, 2)), (SMALL, (2, 1, 0)))
 _POLLS: Final = 2  # polls of HEAD for a version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
@@ -200,8 +205,10 @@ class Question:
     encoding: Encoding = "fast"
     trainer: Trainer = "fp32"
     steps_per_hour: float | None = None  # None: as many as the slower of publisher and replicas can take
-    cores: int = 2  # for rank 0, and for each worker of a replica
+    cores: int = 2  # for each rank, and for each worker of a replica
     latency: float = 0.1  # seconds that a request to the Hub takes in addition to its bytes
+    ranks: int | None = None  # of the trainer; None: as many as its memory needs
+    workers: int | None = None  # of each replica; None: as many as its memory needs
 
 
 class Plan:
@@ -213,40 +220,53 @@ class Plan:
         self.changes, self.full, self.delta = params * asked.share, 2.0 * params, recipe.delta
         self.per_change = self.delta / self.changes
         self.anchor_every = recipe.anchor_every()
-        self.trainer_ranks = math.ceil(TRAINER_BYTES * params / GPU_BYTES)
-        self.replica_workers = math.ceil(REPLICA_BYTES * params / GPU_BYTES)
+        self.trainer_ranks = ranks = asked.ranks or math.ceil(TRAINER_BYTES * params / GPU_BYTES)
+        self.replica_workers = asked.workers or math.ceil(REPLICA_BYTES * params / GPU_BYTES)
+        self.trainer_machines = math.ceil(ranks / PER_MACHINE)
+        self.replica_machines = math.ceil(self.replica_workers / PER_MACHINE)
+        links = link * self.trainer_machines  # only one machine of a replica fetches
         self.threads = util.threads(asked.cores)  # threads that encode or decode
 
         # One sync.
         changes, decode = self.changes, DECODE[asked.encoding]
-        self.diff_s = DIFF[asked.trainer].seconds(params) / self.trainer_ranks
-        self.encode_s = encode_s(params, changes, asked.encoding) / self.threads
-        self.upload_s = self.delta / link + PUBLISHING["all"] * asked.latency
-        further, files, api = next((more for size, more in _LATER if self.delta > size), (0, 0, 0))
-        self.fetches = TAKING_IN_TURN + further
-        self.fetch_s = self.delta / link + self.fetches * asked.latency
-        self.notification_s = POLL_S / 2
-        place_s = DIGEST.seconds(params) + PLACE.seconds(params, changes)
-        self.stage_s = decode.seconds(params, changes) / self.threads + place_s / self.replica_workers
-        self.commit_s = COMMIT.seconds(params, changes) / self.replica_workers
+        self.diff_s = DIFF[asked.trainer].seconds(params) / ranks
+        self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / ranks
+        # Rank 0 uploads its part with the manifest, after all other parts. They share the links of machines.
+        first = min(ranks - 1, PER_MACHINE)
+        self.uploads = PUBLISHING["all"] + (PUBLISHING_PART["all"] if first else 0)
+        self.upload_s = (first + 1) * self.delta / ranks / link + self.uploads * asked.latency
+        further, files, api = _later(self.delta, ranks)
+        self.fetches, self.notification_s = TAKING_IN_TURN + further, POLL_S / 2
+
+        def taken(size: float, changed: float) -> tuple[float, float, float]:
+            wait_s, rounds = _later(size, ranks)[0] * asked.latency, math.ceil(ranks / SIDE_BY_SIDE)
+            parts_s = max(wait_s + size / link, rounds * (wait_s + size / ranks / link))
+            place_s = DIGEST.seconds(params) + PLACE.seconds(params, changed)
+            stage_s = decode.seconds(params, changed) / self.threads + place_s / self.replica_workers
+            commit_s = COMMIT.seconds(params, changed) / self.replica_workers
+            return TAKING_IN_TURN * asked.latency + parts_s, stage_s, commit_s
+
+        self.fetch_s, self.stage_s, self.commit_s = taken(self.delta, changes)
+        self.behind_s = sum(taken(*recipe.after_anchor(max(STRIDES))[:2]))  # a replica takes one jump
         taken_s = self.fetch_s + self.stage_s + self.commit_s
         published_s = self.diff_s + self.encode_s + self.upload_s
         self.hand_over_to_serving_s = published_s + self.notification_s + taken_s
 
         # Versions per hour.
         stored = self.delta + recipe.jumps + self.full / self.anchor_every
-        self.link_versions_hour = _HOUR_S * link / stored
+        self.anchor_s, self.link_versions_hour = self.full / links, _HOUR_S * links / stored
         self.publisher_versions_hour = min(_HOUR_S / (self.encode_s + self.upload_s), self.link_versions_hour)
         self.replica_versions_hour = _HOUR_S / (POLL_S + taken_s)
         wanted = asked.steps_per_hour or min(self.publisher_versions_hour, self.replica_versions_hour)
         self.published_hour = min(wanted, self.publisher_versions_hour)
         self.steps_per_version = wanted / self.published_hour
 
-        # A replica that joins late, before it stages.
+        # A replica that joins late, before it stages. It fetches and applies one file after another.
         def deltas_s(versions: float) -> float:
-            size, changed, _ = recipe.after_anchor(versions)
+            size, changed, files = recipe.after_anchor(versions)
+            requests_s = files * ranks * (further or _LATER[-1][1][0]) * asked.latency
             decode_s = decode.seconds(params, changed) / self.threads
-            return size / link + decode_s + APPLY.seconds(params, changed)
+            return requests_s + size / link + decode_s + APPLY.seconds(params, changed)
 
         self.join_anchor_s, self.join_deltas_s = self.full / link, deltas_s(self.anchor_every / 2)
         self.join_rebuild_s = LOAD.seconds(params) + DIGEST.seconds(params) + SAVE.seconds(params)
@@ -254,17 +274,20 @@ class Plan:
         self.join_worst_s = self.join_s - self.join_deltas_s + deltas_s(self.anchor_every - 1)
 
         # Storage, requests to the Hub in five minutes, money.
-        taken = min(self.published_hour, self.replica_versions_hour) * asked.replicas
+        fetched_hour = min(self.published_hour, self.replica_versions_hour) * asked.replicas
         self.state = STATE_BYTES[asked.trainer] * params
-        self.copy_state_s = COPY_STATE[asked.trainer].seconds(params)
-        self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * link / 10)
-        self.stored_hour, self.egress_hour = self.published_hour * stored, taken * self.delta
+        self.copy_state_s = COPY_STATE[asked.trainer].seconds(params) / ranks
+        self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * links / 10)
+        self.stored_hour, self.egress_hour = self.published_hour * stored, fetched_hour * self.delta
+        self.mirror = (2 - 1 / ranks) * self.full / ranks  # own tensors, and own blocks of others' tensors
 
         def requests(kind: str, more: int) -> float:
-            per_hour = self.published_hour * PUBLISHING[kind] + taken * (TAKING[kind] + more)
+            made = PUBLISHING[kind] + (ranks - 1) * PUBLISHING_PART[kind]
+            per_hour = self.published_hour * made + fetched_hour * (TAKING[kind] + more)
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
-        self.file_requests, self.api_requests = requests("files", _POLLS + files), requests("api", api)
+        self.file_requests = requests("files", _POLLS + ranks * files)
+        self.api_requests = requests("api", ranks * api)
         fitting = [n for n in GPUS if 1e9 * HARDWARE[n].gpus * HARDWARE[n].gpu_gb >= REPLICA_BYTES * params]
         self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None
@@ -272,9 +295,16 @@ class Plan:
         self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # for one day's bytes
 
         # The same with full checkpoints.
-        publish_s, load_s = SAVE.seconds(params) + self.full / link, self.full / link + LOAD.seconds(params)
+        publish_s = SAVE.seconds(params) / ranks + self.anchor_s
+        load_s = self.full / link + LOAD.seconds(params)
         self.full_s = publish_s + self.notification_s + load_s
         self.full_versions_hour = _HOUR_S / max(publish_s, POLL_S + load_s)
+
+
+def _later(size: float, parts: int) -> tuple[int, int, int]:
+    """Further requests for each part of a delta: all that wait in turn, those for files, those to the API."""
+    least = (0, 0, 0) if parts == 1 else _LATER[-1][1]
+    return next((more for above, more in _LATER if size / parts > above), least)
 
 
 def encode_s(params: float, changes: float, encoding: Encoding) -> float:

@@ -34,7 +34,7 @@ from delta_weight_sync.records import (
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 
-_SIDE_BY_SIDE = 6  # objects that are fetched ahead at the same time
+SIDE_BY_SIDE = 6  # files that are fetched at the same time
 _TRIES = 5  # attempts to list the HEADs: again if a new writer removes one before it is read
 _MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: the public key is probably wrong
 _MAX_DAMAGED = 64  # a search reads at most this many manifests: a forged one can claim any version
@@ -101,7 +101,7 @@ class RunReader:
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
         self._unreadable = set[str]()  # keys of files that were missing or damaged when they were fetched
         self._ahead: dict[str, Future[bytes]] = {}  # objects that are fetched before anything needs them
-        self._pool = ThreadPoolExecutor(_SIDE_BY_SIDE, "fetch-ahead")
+        self._pool = ThreadPoolExecutor(SIDE_BY_SIDE, "fetch-ahead")
         self.place = f"run {run!r} in {bucket.url}"  # for messages
 
     def newest(self) -> Manifest | None:

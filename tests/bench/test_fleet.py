@@ -16,10 +16,11 @@ from bench.fleet.hub import Limits, Link, SimBucket, Sized
 from bench.fleet.machines import Fleet, Region, Scenario
 from bench.hub import POLICY
 from bench.results import read
+from delta_weight_sync.cost import Plan, Question
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import AnchorRef
-from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store import DIRECT, open_bucket
 from delta_weight_sync.watch import Watcher
 from tests.support.hubsim import HubSim
 
@@ -165,6 +166,60 @@ def test_replicas_without_events_stay_below_an_enforced_limit():
     limited = Figures(Fleet(replace(asked, limits=Limits(5000, 1000))).run())
     assert limited.peak["files"] < 5000
     assert limited.lag > free.lag
+
+
+def test_each_rank_publishes_a_part_and_plan_predicts_lag_and_requests():
+    asked = replace(
+        SMALL, params=8 * 10**9, ranks=12, replicas=4, step_s=60, minutes=20, cores=8, events=False
+    )
+    one = Figures(Fleet(asked).run())
+    parts = one.fleet.versions[-1].delta
+    assert (len(parts), asked.machines) == (12, 2)
+    assert sum(part.size for part in parts) == pytest.approx(asked.delta_bytes(1), rel=0.01)
+    plan = Plan(Question(8 * 10**9, 0.01, 4, 1e9, steps_per_hour=60, cores=8, ranks=12))
+    assert one.lag == pytest.approx(plan.hand_over_to_serving_s, rel=0.1)
+    batches, per_version = one.fleet.hub.kinds["trainer", "POST /api/buckets/.../batch"], 12
+    assert batches == pytest.approx(per_version * one.versions, rel=0.2), "jumps and the log, too"
+    taken = one.fleet.hub.kinds["replica", "GET /cas/v2/reconstructions"] / 4 / one.versions
+    assert taken == pytest.approx(12, rel=0.05) if parts[0].size > DIRECT else taken == 0
+    alone = Figures(Fleet(replace(asked, ranks=1)).run())
+    assert alone.lag > 1.5 * one.lag
+    assert alone.fleet.versions[-1].delta[0].size > DIRECT
+
+
+def test_ranks_publish_in_step_while_the_store_is_down_and_steps_are_merged():
+    slow = replace(SMALL, ranks=3, latency=2.0, minutes=10, outage=(3, 120))
+    one = Figures(Fleet(slow).run())
+    assert one.merged > 2
+    assert {len(manifest.delta) for manifest in one.fleet.versions} == {3}
+    assert 120 < max(one.fleet.lags) < 240
+    assert one.fleet.lags[-1] < 30
+
+
+def test_a_condition_is_held_until_its_holder_waits():
+    clock, said = Clock(), list[str]()
+    condition = clock.threading.Condition()
+
+    def first():
+        with condition, condition:
+            clock.sleep(1)
+            said.append("first")
+            condition.wait_for(lambda: "second" in said)
+            clock.sleep(1)
+            said.append("first again")
+
+    def second():
+        with condition:
+            said.append("second")
+            condition.notify_all()
+            clock.sleep(1)
+            said.append("second again")
+
+    for work in (first, second):
+        clock.spawn(work)
+    clock.run()
+    assert said == ["first", "second", "second again", "first again"]
+    assert clock.now == 3
 
 
 def test_transfers_share_a_pipe():

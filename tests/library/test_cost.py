@@ -2,8 +2,11 @@
 
 import contextlib
 import json
+import os
 import re
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -13,8 +16,9 @@ import pytest
 from bench import results
 from delta_weight_sync import codec, cost
 from delta_weight_sync.cost import Plan, Question, Recipe
+from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES
+from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, AnchorRef, DeltaRef
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.watch import Watcher
 from tests.cli.command import command
@@ -125,6 +129,36 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
         assert counted(hub, watcher.poll) == {"all": 2, "api": 1, "files": 1}, "a safety poll"
 
 
+def test_requests_per_version_of_several_ranks(hub, hub_env, tmp_path):
+    """A reader asks for the delta of one rank in vain, and then for each part."""
+    url, ranks = f"hf://buckets/team/{uuid4().hex}", 3
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    main = RunWriter(open_bucket(url, create=True), RUN, model="m", assets=None)
+    anchor = AnchorRef(version=0, files=tuple(main.put_weights(0, [tmp_path / "model.safetensors"])))
+    facts = {"digest": "0" * 16, "total": 10, "created_at": time.time()}
+    main.commit([], anchor, sync=0, **facts)
+    others = [PartWriter(main.reader, main.writer, None, f".r{rank}") for rank in range(1, ranks)]
+    main.part = ".r0"
+    reader = RunReader(open_bucket(url), RUN)
+    watcher = Watcher(reader)
+    watcher.poll()
+    watcher.mark_used()
+    parts = list[DeltaRef]()
+    for other in others:
+        made = counted(hub, lambda put=other.put_delta: parts.append(put(1, os.urandom(100), 1)))
+        assert made == cost.PUBLISHING_PART
+    parts.insert(0, main.put_delta(1, os.urandom(100), 1))
+    assert counted(hub, lambda: main.commit(parts, None, sync=1, **facts)) == cost.PUBLISHING
+    taken = counted(hub, lambda: reader.fetch_all(watcher.poll().delta, tmp_path))
+    turns, files, api = cost._later(sum(part.size for part in parts), ranks)
+    looking, unread = (
+        {"all": 1, "api": 0, "files": 1},
+        1,
+    )  # the answer to the look for one delta has no content
+    more = {"all": ranks * turns - unread, "api": ranks * api, "files": ranks * files}
+    assert taken == {kind: looking[kind] + cost.TAKING[kind] + more[kind] for kind in looking}
+
+
 def test_requests_per_version_on_s3(s3_env, caplog, tmp_path):
     """Delta and manifest are put side by side, then HEAD; a look at HEAD, then three objects at once."""
     bucket = open_bucket(f"s3://{uuid4().hex}", create=True)
@@ -202,6 +236,33 @@ def test_a_sync_is_the_sum_of_its_parts_and_the_slower_side_sets_the_pace():
     assert eight.commit_s == plan.commit_s
 
 
+def test_ranks_share_the_work_and_the_links_of_their_machines():
+    def planned(ranks: int, **more: int) -> Plan:
+        return Plan(Question(10**12, 0.01, replicas=32, link=1e9, ranks=ranks, workers=16, cores=32, **more))
+
+    one, eight, many = map(planned, (1, 8, 64))
+    assert (one.trainer_machines, eight.trainer_machines, many.trainer_machines) == (1, 1, 8)
+    assert many.replica_machines == 2
+    for part in ("diff_s", "encode_s", "copy_state_s"):
+        assert getattr(one, part) == pytest.approx(64 * getattr(many, part))
+    assert eight.upload_s == pytest.approx(one.upload_s + 5 * 0.1), "one link; parts before the manifest"
+    assert many.upload_s == pytest.approx(9 / 64 * many.delta / 1e9 + 11 * 0.1), "eight parts, then rank 0's"
+    assert many.anchor_s == pytest.approx(one.anchor_s / 8)
+    assert many.link_versions_hour == pytest.approx(8 * one.link_versions_hour)
+    for plan in (one, many):
+        assert plan.fetch_s == pytest.approx(plan.delta / 1e9 + 8 * 0.1), "over one link"
+    assert (one.join_anchor_s, one.stage_s, one.commit_s) == (many.join_anchor_s, many.stage_s, many.commit_s)
+    assert (one.mirror, many.mirror) == (one.full, pytest.approx(one.full * 127 / 64**2))
+    # By requests: 64 files of each delta, six at a time, two to the API for each.
+    slow = planned(64, latency=10.0)
+    assert slow.fetch_s == pytest.approx(3 * 10 + 11 * (5 * 10 + slow.delta / 64 / 1e9))
+    assert many.join_deltas_s > one.join_deltas_s
+    hour = planned(64, steps_per_hour=12)
+    assert hour.api_requests == pytest.approx(32 * (64 * 2 + 5) + 2 + 63)
+    default = Plan(Question(10**12, 0.01, replicas=32, link=1e9))
+    assert (default.trainer_ranks, default.replica_workers) == (200, 30), "by memory"
+
+
 def test_a_large_delta_takes_further_requests_of_each_kind():
     def in_one_version(weights: int) -> tuple[float, ...]:
         asked = Question(weights, 0.01, replicas=1, link=1e9, steps_per_hour=12)  # one in five minutes
@@ -214,9 +275,10 @@ def test_a_large_delta_takes_further_requests_of_each_kind():
 
 
 def test_a_trainer_that_is_faster_than_the_publisher_merges_steps():
-    slow = Plan(Question(params=10**12, share=0.01, replicas=1, link=1e9, steps_per_hour=120))
+    asked = Question(params=10**12, share=0.01, replicas=1, link=1e9, ranks=8)
+    slow = Plan(replace(asked, steps_per_hour=180))
     assert slow.published_hour == slow.publisher_versions_hour
-    assert slow.steps_per_version == pytest.approx(120 / slow.publisher_versions_hour)
+    assert slow.steps_per_version == pytest.approx(180 / slow.publisher_versions_hour)
     quick = Plan(Question(params=10**8, share=0.01, replicas=1, link=1e9, steps_per_hour=120))
     assert (quick.published_hour, quick.steps_per_version) == (120, 1)
 
@@ -248,6 +310,7 @@ WORDS = ["plan", "--params", "1T", "--changed", "1%", "--replicas", "32", "--lin
         ("changed", "1% 0.05%", [0.01, 0.0005]),
         ("link", "100MB/s 10Gb/s", [1e8, 1.25e9]),
         ("replicas", "32", [32]),
+        ("ranks", "64", [64]),
         ("latency", "100ms 0.3s 0s", [0.1, 0.3, 0.0]),
     ],
 )
@@ -277,8 +340,16 @@ def test_a_malformed_quantity_is_refused_with_the_fix(option, texts, fix):
 def test_the_table_states_its_assumptions():
     printed = command(*WORDS, "--trainer", "bf16").output
     assert "one sync of 1 T weights, 1 % changed, encoding fast, trainer bf16" in printed
-    for stated in ("no GPU was measured", "200 ranks", "the Hub includes 8 times"):
+    for stated in (
+        "no GPU was measured",
+        "200 ranks",
+        "25 for the trainer, 4 for a replica",
+        "over 25 links",
+    ):
         assert stated in printed
+    smaller = command(*WORDS, "--ranks", "64", "--workers", "16").output
+    for stated in ("its ranks: 64", "its workers: 16", "8 for the trainer, 2 for a replica", "64 ranks"):
+        assert stated in smaller
 
 
 def test_json_holds_every_figure():

@@ -180,21 +180,22 @@ def _replica_gpu(setup: Setup) -> str:
 def _trainer_gpu(setup: Setup) -> str:
     from trainer import memory  # slow, and no other check needs it
 
-    if not (needs := memory.parts(setup.model, setup.config)):
+    room = _gpu_bytes()  # with several GPUs, FSDP divides the model among them
+    if not (needs := memory.parts(setup.model, setup.config, max(1, len(room)))):
         return f"{setup.model} has no config from which its memory can be computed"
-    room = _gpu_bytes()
     if not room:
         return f"this machine has none; train on one with {memory.words(needs)}"
-    if problem := memory.problem(needs, room):
+    if problem := memory.problem(needs, min(room)):
         raise DeployError(problem)
-    return f"{setup.model} needs {memory.words(needs)} of {room / _GB:.0f} GB"
+    each = f"each of {len(room)} GPUs needs" if len(room) > 1 else "needs"
+    return f"{setup.model}: {each} {memory.words(needs)} of {min(room) / _GB:.0f} GB"
 
 
-def _gpu_bytes() -> int:
+def _gpu_bytes() -> list[int]:
     import torch  # slow, and no other check needs it
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
+    return [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
 
 
 def _gpu_software(setup: Setup) -> str:

@@ -10,7 +10,7 @@ from typing import get_args
 
 from delta_weight_sync import cost
 from delta_weight_sync.cost import Plan, Question
-from delta_weight_sync.records import POLL_S
+from delta_weight_sync.records import POLL_S, STRIDES
 from delta_weight_sync.util import count_text, size_text, time_text
 
 _SCALES = {"%": 1e-2, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -33,7 +33,9 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     add("--encoding", choices=(*cost.ENCODE,), default="fast", help="encoding of deltas (default: fast)")
     kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
-    add("--cores", type=_positive, default=2, help="cores of rank 0 and of each worker (default: 2)")
+    add("--ranks", type=_positive, help="ranks of the trainer (default: what its memory needs)")
+    add("--workers", type=_positive, help="workers of each replica (default: what its memory needs)")
+    add("--cores", type=_positive, default=2, help="cores of each rank and of each worker (default: 2)")
     add("--steps-per-hour", type=_positive, help="steps of the trainer (default: what the slower side takes)")
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)
@@ -67,22 +69,28 @@ def _positive(text: str) -> int:
 def _assumptions(plan: Plan) -> list[str]:
     """What the prediction rests on, as sentences."""
     asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
-    made, requests = cost.PUBLISHING, cost.TAKING["all"] + plan.fetches - cost.TAKING_IN_TURN
-    gpu, polls = f"{cost.GPU_BYTES / 1e9:.0f} GB", cost.WINDOW_S / POLL_S
+    further, polls = plan.fetches - cost.TAKING_IN_TURN, cost.WINDOW_S / POLL_S
+    gpu, ranks = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB", plan.trainer_ranks
+    machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
+    made = cost.PUBLISHING["all"] + (ranks - 1) * cost.PUBLISHING_PART["all"]
+    taken = cost.TAKING["all"] + ranks * further - (ranks > 1)  # a reader asks for a whole delta in vain
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
-the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank for every {gpu}
-a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu}
+the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight; its ranks: {asked.ranks or gpu}
+a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight; its workers: {asked.workers or gpu}
+a machine has up to {cost.PER_MACHINE} ranks or workers: {machines}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
-the publisher makes {made["all"]} requests per version, one after the other
-each replica polls HEAD, then makes {requests} requests per version; {plan.fetches} in turn, with the poll
+the publisher makes {made} requests per version; {plan.uploads} in turn
+each replica polls HEAD, then makes {taken} requests per version; {plan.fetches} in turn, with the poll
 a request takes {time_text(asked.latency)} in addition to its bytes
 request counts assume the Hub's events, times assume {polls:.0f} polls in 5 minutes by each replica
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
-    if plan.trainer_ranks > 1:
-        text += f"\nsending {size_text(10 * plan.changes)} of changes per sync to rank 0 takes no time"
+    if ranks > 1:
+        text += f"\nsending {size_text(10 * plan.changes)} of changes per sync between ranks takes no time"
+    if plan.replica_machines > 1:
+        text += "\none machine of a replica fetches; the others read its folder in no time (never tried)"
     if plan.threads > 1:
         times = f"{threads[0]:.1f} to {threads[1]:.1f} times"
         text += f"\nthreads share the work evenly; two measured threads were {times} as fast as one"
@@ -95,8 +103,8 @@ def _table(plan: Plan) -> str:
     """The prediction as text, with its assumptions."""
     asked, size, time, smaller = plan.question, size_text, time_text, f"{plan.full / plan.delta:.0f}"
     threads, workers = _count(plan.threads, "thread"), _count(plan.replica_workers, "worker")
-    slow = "the replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "rank 0 sets"
-    pace = "every step" if asked.steps_per_hour else f"{slow} the pace"
+    slow = "replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "publisher sets"
+    pace = "every step" if asked.steps_per_hour else f"the {slow} the pace"
     if plan.steps_per_version > 1.005:
         pace = f"each version merges {plan.steps_per_version:.3g} steps; its size is not predicted"
     elif plan.published_hour > 1.005 * plan.replica_versions_hour:
@@ -107,27 +115,29 @@ def _table(plan: Plan) -> str:
     spaces = f"none|no Space has {size(cost.REPLICA_BYTES * asked.params)} of GPU memory"
     if plan.replicas_usd_hour is not None:
         spaces = f"${plan.replicas_usd_hour:,.2f}/h|{asked.replicas} x {plan.space}"
-    how = f"encoding {asked.encoding}, trainer {asked.trainer}"
+    how, ranks = f"encoding {asked.encoding}, trainer {asked.trainer}", _count(plan.trainer_ranks, "rank")
+    links = _count(plan.trainer_machines, "link")
     rows = f"""\
 one sync of {count_text(asked.params)} weights, {100 * asked.share:.3g} % changed, {how}
 delta file|{size(plan.delta)}|{plan.per_change:.3f} B per change, 1/{smaller} of the model
-diff|{time(plan.diff_s)}|the trainer waits; {_count(plan.trainer_ranks, "rank")}, each with its own shard
-encode|{time(plan.encode_s)}|in the background, {threads} of rank 0
-upload|{time(plan.upload_s)}|in the background
+diff|{time(plan.diff_s)}|the trainer waits; {ranks}, each with its own shard
+encode|{time(plan.encode_s)}|in the background, {ranks} with {threads} each
+upload|{time(plan.upload_s)}|in the background, over {links}
 notification|{time(plan.notification_s)}|half of a poll interval; less with events or pokes
-fetch|{time(plan.fetch_s)}|generation goes on
+fetch|{time(plan.fetch_s)}|generation goes on; over 1 link
 decode and stage|{time(plan.stage_s)}|generation goes on; {workers} with {threads} each
 commit|{time(plan.commit_s)}|generation waits
 hand-over to serving|{time(plan.hand_over_to_serving_s)}
 
 versions per hour
-the trainer's link alone|{_figure(plan.link_versions_hour)}|jumps and anchors included
+the trainer's link alone|{_figure(plan.link_versions_hour)}|{links}, jumps and anchors included
 the publisher|{_figure(plan.publisher_versions_hour)}
 each replica|{_figure(plan.replica_versions_hour)}
 published|{_figure(plan.published_hour)}|{pace}
+{max(STRIDES)} versions behind|{time(plan.behind_s)}|a replica catches up by one jump
 
 a replica that joins late (an anchor every {plan.anchor_every} versions)
-anchor|{time(plan.join_anchor_s)}|{size(plan.full)}
+anchor|{time(plan.join_anchor_s)}|{size(plan.full)} over 1 link; its upload takes {time(plan.anchor_s)}
 jumps and deltas|{time(plan.join_deltas_s)}|halfway to the next anchor; fetch, decode, apply
 rebuild the checkpoint|{time(plan.join_rebuild_s)}|read, check the digest, write
 total, before staging|{time(plan.join_s)}|at most {time(plan.join_worst_s)}
@@ -139,7 +149,7 @@ copy a trainer state|{time(plan.copy_state_s)}|training waits; every {cost.STATE
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}
-host memory of rank 0|{size(plan.full)}|the mirror, 2 bytes per weight
+host memory of each rank|{size(plan.mirror)}|the mirror: own tensors, and own blocks of others
 a day's bucket, kept for a month|${plan.storage_usd_month:,.2f}|private, on the Hub
 replicas as Spaces|{spaces}
 

@@ -157,12 +157,15 @@ def test_a_model_that_is_too_large_for_the_replicas(world: World, tmp_path, monk
 
 
 def test_a_model_that_is_too_large_for_the_trainer(world: World, tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "_gpu_bytes", lambda: 24 * 10**9)
+    gpus = [24 * 10**9]
+    monkeypatch.setattr(checks, "_gpu_bytes", lambda: gpus)
     small, large = checkpoint(tmp_path / "small", 6 * 10**8), checkpoint(tmp_path / "larger", 17 * 10**8)
     assert not problems(world, "--model", small)
     found = problems(world, "--model", large)
     assert found.keys() == {"GPU of the trainer"}
     assert re.search("weights 6.8, .* but there are 24 GB here: --mirror", found["GPU of the trainer"])
+    gpus.append(gpus[0])
+    assert "each of 2 GPUs needs" in doctor(world, "--model", large)["GPU of the trainer"][1]
 
 
 def test_missing_software_for_a_gpu(world: World, monkeypatch):
