@@ -129,11 +129,11 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that
 # even while the Hub sends events, also lists all HEADs. A publisher makes one request after another; a reader
 # polls HEAD, then reads all small objects in parallel.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
-PUBLISHING_PART: Final = {"all": 5, "api": 1, "files": 0}  # of each rank but rank 0, before rank 0 publishes
+PUBLISHING_PART: Final = {"all": 4, "api": 0, "files": 0}  # of each of several ranks, before rank 0 publishes
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
+TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each part but one, at the same time
 TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, the poll of HEAD included
 # Further requests for a delta of more bytes: (all that wait in turn, those for files, those to the API).
-# Parts always need them: a reader cannot predict their keys.
 _LATER: Final = ((DIRECT, (5, 1, 2)), (SMALL, (2, 1, 0)))
 _POLLS: Final = 2  # polls of HEAD for a version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
@@ -231,15 +231,18 @@ class Plan:
         changes, decode = self.changes, DECODE[asked.encoding]
         self.diff_s = DIFF[asked.trainer].seconds(params) / ranks
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / ranks
-        # Rank 0 uploads its part with the manifest, after all other parts. They share the links of machines.
-        first = min(ranks - 1, PER_MACHINE)
-        self.uploads = PUBLISHING["all"] + (PUBLISHING_PART["all"] if first else 0)
-        self.upload_s = (first + 1) * self.delta / ranks / link + self.uploads * asked.latency
-        further, files, api = _later(self.delta, ranks)
+        # All ranks upload their parts, over the links of their machines; then rank 0 the manifest.
+        self.uploads = PUBLISHING["all"] + (PUBLISHING_PART["all"] if ranks > 1 else 0)
+        self.upload_s = min(ranks, PER_MACHINE) * self.delta / ranks / link + self.uploads * asked.latency
+
+        def later(size: float) -> tuple[int, int, int]:
+            return next((more for above, more in _LATER if size / ranks > above), (0, 0, 0))
+
+        further, files, api = later(self.delta)
         self.fetches, self.notification_s = TAKING_IN_TURN + further, POLL_S / 2
 
         def taken(size: float, changed: float) -> tuple[float, float, float]:
-            wait_s, rounds = _later(size, ranks)[0] * asked.latency, math.ceil(ranks / SIDE_BY_SIDE)
+            wait_s, rounds = later(size)[0] * asked.latency, math.ceil(ranks / SIDE_BY_SIDE)
             parts_s = max(wait_s + size / link, rounds * (wait_s + size / ranks / link))
             place_s = DIGEST.seconds(params) + PLACE.seconds(params, changed)
             stage_s = decode.seconds(params, changed) / self.threads + place_s / self.replica_workers
@@ -282,12 +285,13 @@ class Plan:
         self.mirror = (2 - 1 / ranks) * self.full / ranks  # own tensors, and own blocks of others' tensors
 
         def requests(kind: str, more: int) -> float:
-            made = PUBLISHING[kind] + (ranks - 1) * PUBLISHING_PART[kind]
-            per_hour = self.published_hour * made + fetched_hour * (TAKING[kind] + more)
+            made = PUBLISHING[kind] + (ranks if ranks > 1 else 0) * PUBLISHING_PART[kind]
+            taken = TAKING[kind] + (ranks - 1) * TAKING_PART[kind] + ranks * more
+            per_hour = self.published_hour * made + fetched_hour * taken
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
-        self.file_requests = requests("files", _POLLS + ranks * files)
-        self.api_requests = requests("api", ranks * api)
+        polls = WINDOW_S / _HOUR_S * fetched_hour * _POLLS
+        self.file_requests, self.api_requests = requests("files", files) + polls, requests("api", api)
         fitting = [n for n in GPUS if 1e9 * HARDWARE[n].gpus * HARDWARE[n].gpu_gb >= REPLICA_BYTES * params]
         self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None
@@ -299,12 +303,6 @@ class Plan:
         load_s = self.full / link + LOAD.seconds(params)
         self.full_s = publish_s + self.notification_s + load_s
         self.full_versions_hour = _HOUR_S / max(publish_s, POLL_S + load_s)
-
-
-def _later(size: float, parts: int) -> tuple[int, int, int]:
-    """Further requests for each part of a delta: all that wait in turn, those for files, those to the API."""
-    least = (0, 0, 0) if parts == 1 else _LATER[-1][1]
-    return next((more for above, more in _LATER if size / parts > above), least)
 
 
 def encode_s(params: float, changes: float, encoding: Encoding) -> float:

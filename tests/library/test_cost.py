@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -130,33 +131,38 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
 
 
 def test_requests_per_version_of_several_ranks(hub, hub_env, tmp_path):
-    """A reader asks for the delta of one rank in vain, and then for each part."""
+    """Of a version after one with parts, whose keys a reader predicts."""
     url, ranks = f"hf://buckets/team/{uuid4().hex}", 3
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     main = RunWriter(open_bucket(url, create=True), RUN, model="m", assets=None)
     anchor = AnchorRef(version=0, files=tuple(main.put_weights(0, [tmp_path / "model.safetensors"])))
     facts = {"digest": "0" * 16, "total": 10, "created_at": time.time()}
     main.commit([], anchor, sync=0, **facts)
-    others = [PartWriter(main.reader, main.writer, None, f".r{rank}") for rank in range(1, ranks)]
     main.part = ".r0"
     reader = RunReader(open_bucket(url), RUN)
     watcher = Watcher(reader)
     watcher.poll()
     watcher.mark_used()
-    parts = list[DeltaRef]()
-    for other in others:
-        made = counted(hub, lambda put=other.put_delta: parts.append(put(1, os.urandom(100), 1)))
-        assert made == cost.PUBLISHING_PART
-    parts.insert(0, main.put_delta(1, os.urandom(100), 1))
-    assert counted(hub, lambda: main.commit(parts, None, sync=1, **facts)) == cost.PUBLISHING
-    taken = counted(hub, lambda: reader.fetch_all(watcher.poll().delta, tmp_path))
-    turns, files, api = cost._later(sum(part.size for part in parts), ranks)
-    looking, unread = (
-        {"all": 1, "api": 0, "files": 1},
-        1,
-    )  # the answer to the look for one delta has no content
-    more = {"all": ranks * turns - unread, "api": ranks * api, "files": ranks * files}
-    assert taken == {kind: looking[kind] + cost.TAKING[kind] + more[kind] for kind in looking}
+    for version in (1, 2):
+        parts, receipts = list[DeltaRef](), dict[str, str]()
+        others = [PartWriter(main.reader, main.writer, None, f".r{rank}") for rank in range(1, ranks)]
+        for each in (main, *others):
+            data = os.urandom(100)
+            put = partial(each.put_delta, version, data, 1)
+            made = counted(hub, lambda put=put, parts=parts: parts.append(put()))
+            assert made == cost.PUBLISHING_PART
+            receipts |= each.receipts
+        main.receipts = receipts
+        published = counted(hub, lambda p=tuple(parts), v=version: main.commit(p, None, sync=v, **facts))
+        assert published == cost.PUBLISHING
+        taken = counted(hub, lambda v=version: reader.fetch_all(watcher.poll().delta, tmp_path / f"{v}"))
+        watcher.mark_used()
+    further = {kind: (ranks - 1) * count for kind, count in cost.TAKING_PART.items()}
+    assert taken == {
+        "all": 1 + cost.TAKING["all"] + further["all"],
+        "api": cost.TAKING["api"] + further["api"],
+        "files": 1 + cost.TAKING["files"] + further["files"],
+    }, "with the poll of HEAD"
 
 
 def test_requests_per_version_on_s3(s3_env, caplog, tmp_path):
@@ -245,8 +251,8 @@ def test_ranks_share_the_work_and_the_links_of_their_machines():
     assert many.replica_machines == 2
     for part in ("diff_s", "encode_s", "copy_state_s"):
         assert getattr(one, part) == pytest.approx(64 * getattr(many, part))
-    assert eight.upload_s == pytest.approx(one.upload_s + 5 * 0.1), "one link; parts before the manifest"
-    assert many.upload_s == pytest.approx(9 / 64 * many.delta / 1e9 + 11 * 0.1), "eight parts, then rank 0's"
+    assert eight.upload_s == pytest.approx(one.upload_s + 4 * 0.1), "one link; parts before the manifest"
+    assert many.upload_s == pytest.approx(8 / 64 * many.delta / 1e9 + 10 * 0.1), "eight parts for each link"
     assert many.anchor_s == pytest.approx(one.anchor_s / 8)
     assert many.link_versions_hour == pytest.approx(8 * one.link_versions_hour)
     for plan in (one, many):

@@ -72,8 +72,8 @@ def _assumptions(plan: Plan) -> list[str]:
     further, polls = plan.fetches - cost.TAKING_IN_TURN, cost.WINDOW_S / POLL_S
     gpu, ranks = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB", plan.trainer_ranks
     machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
-    made = cost.PUBLISHING["all"] + (ranks - 1) * cost.PUBLISHING_PART["all"]
-    taken = cost.TAKING["all"] + ranks * further - (ranks > 1)  # a reader asks for a whole delta in vain
+    made = cost.PUBLISHING["all"] + (ranks if ranks > 1 else 0) * cost.PUBLISHING_PART["all"]
+    taken = cost.TAKING["all"] + (ranks - 1) * cost.TAKING_PART["all"] + ranks * further
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
 the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight; its ranks: {asked.ranks or gpu}

@@ -56,7 +56,7 @@ class PartWriter:
         self.receipts: Mapping[str, str] = {}  # of uploaded parts of the version in progress, by key
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Upload this rank's part of the delta that leads to `version`; rank 0's `commit` stores it."""
+        """Upload this rank's part of the delta that leads to `version`. Rank 0's `commit` stores it."""
         key = self.keys.delta(version, self.writer, self.part)
         self.receipts = {key: receipt} if (receipt := self.bucket.upload(key, data)) else {}
         return _delta(key, data, version - 1, version, changed)
@@ -204,7 +204,9 @@ class RunWriter(PartWriter):
         return [*weights, *table, *self._asset_refs]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Prepare the delta, or this rank's part; `commit` stores it together with manifest and HEAD."""
+        """Prepare the delta: `commit` stores it with manifest and HEAD. A part of it is uploaded now."""
+        if self.part:
+            return super().put_delta(version, data, changed)
         key = self.keys.delta(version, self.writer, self.part)
         self._delta = key, data
         return _delta(key, data, version - 1, version, changed)
