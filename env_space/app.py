@@ -1,6 +1,5 @@
 """Serves games of Wordle over HTTP and OpenEnv's WebSocket, and a page on which people play."""
 
-import asyncio
 import logging
 import os
 import re
@@ -26,31 +25,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from env_space import openenv, watch
-from env_space.game import (
-    MAX_GUESSES,
-    MAX_SEED,
-    MOVE,
-    OPENING,
-    GameError,
-    Move,
-    RewardParts,
-    Rules,
-    Split,
-)
+from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, OPENING, GameError, Move, RewardParts, Rules, Split
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
 from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json, open_files, serve
-from space_guard.requests import (
-    FRAMING,
-    SAFE_HEADERS,
-    has_key,
-    no_key,
-    problem,
-    read_body,
-    refusals,
-    replay,
-)
+from space_guard.requests import FRAMING, SAFE_HEADERS, has_key, no_key, problem, read_body, refusals, replay
 from space_guard.setup import NEW_KEY, Need, Problems, SettingsError, Setup, key_problem
 
 MAX_BODY_BYTES = 16 * 1024
@@ -58,7 +38,6 @@ LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active
 MAX_VISITORS = 1024  # limit on connections without the key; raised to the maximum number of games
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
 LOG_LINES = 600  # lines that one logging call may write per minute
-REAP_EVERY_S = 5.0
 KEEP_ALIVE_S = 120  # between two moves on one connection, a policy generates for seconds
 STOP_WITHIN_S = 10
 # Long, because a client may spend minutes on a training step. Games expire anyway: pings only free sockets.
@@ -193,21 +172,11 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     )
     visitors = visitors_store(MAX_PLAYED, per_client=MAX_PLAYED_EACH)
     watched = visitors_store(MAX_WATCHED, per_client=MAX_WATCHED_EACH)
-    stores = (sessions, visitors, watched)
-
-    async def reap_forever() -> None:
-        """Free memory even if no request comes. (Every request reaps, too.)"""
-        while True:
-            await asyncio.sleep(REAP_EVERY_S)
-            for store in stores:
-                store.reap()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        reaper = asyncio.create_task(reap_forever())
         yield
-        reaper.cancel()
-        _log.info("stopped with %d games in play", sum(map(len, stores)))
+        _log.info("stopped with %d games in play", sum(map(len, (sessions, visitors, watched))))
 
     app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
     app.add_middleware(_guard, key=settings.required_key)

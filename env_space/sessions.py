@@ -87,6 +87,7 @@ class Sessions:
         self._ended: dict[UUID, Session] = {}  # first ended first
 
     def __len__(self) -> int:
+        self.reap()
         return len(self._playing)
 
     def open(self, id: UUID, origin: Origin, game: Game, client: str = "") -> Session:
