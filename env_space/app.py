@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
@@ -167,11 +166,9 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended, clock)
     # Visitors' games have their own stores, so they take no room from trainers. They are not logged, so a
     # client without the key cannot fill the log.
-    visitors_store = partial(
-        Sessions, ttl_s=settings.session_ttl_s, on_end=metrics.count_game, clock=clock, advice=""
-    )
-    visitors = visitors_store(MAX_PLAYED, per_client=MAX_PLAYED_EACH)
-    watched = visitors_store(MAX_WATCHED, per_client=MAX_WATCHED_EACH)
+    ttl_s, count = settings.session_ttl_s, metrics.count_game
+    visitors = Sessions(MAX_PLAYED, ttl_s, count, clock, MAX_PLAYED_EACH)
+    watched = Sessions(MAX_WATCHED, ttl_s, count, clock, MAX_WATCHED_EACH)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

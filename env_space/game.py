@@ -52,7 +52,6 @@ class RewardParts:
 
     @property
     def total(self) -> float:
-        """The reward: the sum of the parts."""
         return self.solved + self.greens + self.yellows + self.repetition + self.invalid + self.gave_up
 
 
@@ -205,7 +204,6 @@ class Game:
         self.gave_up = self.gave_up or not self.over
 
     def reward_parts(self) -> RewardParts:
-        """The reward of the game so far."""
         greens, yellows = self._closest
         # Subtract from 0.0 instead of negating: without a cost the result is then 0.0, not -0.0.
         return RewardParts(

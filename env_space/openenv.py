@@ -139,7 +139,6 @@ class Table:
 
     @property
     def idle(self) -> bool:
-        """Whether no game is in play."""
         return self._session is None or self._session.game.over
 
     def leave(self) -> None:

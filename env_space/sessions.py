@@ -67,8 +67,7 @@ class Sessions:
 
     Args:
         on_end: Called once for every game, when it ends.
-        advice: How to get more room: the last part of the error message when the store is full.
-        per_client: Maximum number of games in play per client; None for no limit.
+        per_client: Maximum number of games in play per client; None for trainers' games, without a limit.
     """
 
     def __init__(
@@ -77,12 +76,10 @@ class Sessions:
         ttl_s: float,
         on_end: Callable[[Session], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
-        advice: str = ", or raise WORDLE_MAX_SESSIONS",
         per_client: int | None = None,
     ) -> None:
         self.capacity, self.ttl_s = capacity, ttl_s
-        self._on_end, self._clock = on_end, clock
-        self._advice, self._per_client = advice, per_client
+        self._on_end, self._clock, self._per_client = on_end, clock, per_client
         self._playing: dict[UUID, Session] = {}  # least recently played first
         self._ended: dict[UUID, Session] = {}  # first ended first
 
@@ -104,9 +101,10 @@ class Sessions:
                 opened = f"Session {id} was opened with seed {then.seed} of split {then.split}"
                 raise GameError(409, f"{opened}, not {origin.seed} of {origin.split}: choose a new id.")
             return session
-        if len(self._playing) >= self.capacity:
-            raise GameError(503, f"{self.capacity} games are in play: try again in a moment{self._advice}.")
         limit = self._per_client
+        if len(self._playing) >= self.capacity:
+            fix = "try again in a moment" + ("" if limit else ", or raise WORDLE_MAX_SESSIONS")
+            raise GameError(503, f"{self.capacity} games are in play: {fix}.")
         if limit and sum(session.client == client for session in self._playing.values()) >= limit:
             raise GameError(429, f"{limit} games of your address are in play: end one of them, or wait.")
         now = self._clock()
