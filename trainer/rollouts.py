@@ -12,7 +12,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -93,20 +93,12 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     _env_tools: dict[str, Any]
 
     def __init__(
-        self,
-        *,
-        replicas: Sequence[str],
-        writer_term: int,
-        prompts: int,
-        later: Sequence[int],
-        nice: int = 0,
-        **kwargs: Any,
+        self, *, replicas: list[str], writer_term: int, progress: Progress | None, nice: int, **kwargs: Any
     ) -> None:
-        """`prompts` and `later` are the finished prompts of `Progress`, which are skipped. `nice`: how far to
-        lower the priority of this process."""
+        """Skips the finished prompts of `progress`. `nice`: how far to lower this process's priority."""
         os.nice(nice)
-        self._replicas, self._writer_term = list(replicas), writer_term
-        self._prompts, self._later = prompts, set(later)
+        self._replicas, self._writer_term = replicas, writer_term
+        self._prompts, self._later = (progress.prompts, progress.later) if progress else (0, ())
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # rollout id -> rows, until it is scored
         super().__init__(**kwargs)
         # TRL would do this in each turn, which takes longer than a request.
@@ -218,8 +210,7 @@ def make_worker(
     return ReplicaRolloutWorker(
         replicas=settings.replicas,
         writer_term=writer_term,
-        prompts=progress.prompts if progress else 0,
-        later=progress.later if progress else (),
+        progress=progress,
         # A trainer on a CPU shares its cores with rollouts. They can wait, but a sync should not.
         nice=10 if config.use_cpu else 0,
         model_name=MODEL_NAME,

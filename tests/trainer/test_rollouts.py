@@ -26,7 +26,7 @@ import trainer.policies
 from bench.research.tokens import WordleTokens
 from delta_weight_sync import RolloutError
 from delta_weight_sync.trl import patches
-from delta_weight_sync.trl.trainer import TrainedGroups
+from delta_weight_sync.trl.trainer import Progress, TrainedGroups
 from inference_space.gate import Completions
 from tests.support.http_server import Request, answering
 from tests.support.waiting import PATIENCE_S
@@ -94,8 +94,8 @@ def rollout_loop(url: str, generations: int, samples: queue.Queue) -> ReplicaRol
     return ReplicaRolloutLoop(
         replicas=[url],
         writer_term=TERM,
-        prompts=3,
-        later=[4, 6],
+        progress=Progress(syncs=0, trainer={}, prompts=3, later=(4, 6)),
+        nice=0,
         model_name="policy",
         dataset=make_dataset("Play Wordle.", 1, seed=0),
         reward_funcs=[],

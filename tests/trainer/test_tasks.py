@@ -22,7 +22,7 @@ from tests.support.serving import serving
 from trainer.demo.__main__ import env_settings
 from trainer.demo.processes import Processes, free_port
 from trainer.settings import Settings as TrainerSettings
-from trainer.tasks import make_task, reverse_text, wordle
+from trainer.tasks import make_task, reverse_text
 from trainer.tasks.wordle import GameLostError, WordleEnv, make_dataset
 
 
@@ -129,12 +129,12 @@ def test_what_is_no_games_answer_loses_the_game_and_is_not_scored(answer, to_a_g
 
 
 @pytest.mark.finding("N5")
-@pytest.mark.parametrize(
-    ("said", "seconds"),
-    [("7", 7.0), ("1e9", 30.0), ("inf", 30.0), ("nan", 1.0), ("-1", 1.0), ("Tue, 24 Nov 2026", 1.0)],
-)
-def test_a_pause_that_an_environment_asks_for_has_a_limit(said, seconds):
-    assert wordle._pause_s(said) == seconds
+def test_a_busy_environment_is_asked_again_whatever_pause_it_asks_for():
+    busy = iter([(503, {"Retry-After": "1e9"}, b"{}"), (429, {}, b"")])
+    with answering(lambda request: next(busy, (200, {}, json.dumps(GAME).encode()))) as somebody:
+        env = WordleEnv(somebody)
+        env.reset(seed=3)
+        assert guess(env, "crane") == GAME["observation"]
 
 
 WORDS = ["".join(letters) for letters in itertools.product(ascii_lowercase[:5], repeat=3)]

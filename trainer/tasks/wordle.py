@@ -19,7 +19,6 @@ from trainer.tasks import Task
 _RETRY_S = 600.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 _RETRIED = (429, 502, 503, 504)
-_LONGEST_PAUSE_S = 30.0
 _MAX_ANSWER = 64 << 10  # bytes
 
 
@@ -106,11 +105,10 @@ class WordleEnv:
                     status, text = response.status, await _read(response)
                 if status not in _RETRIED or time.monotonic() > deadline:
                     break
-                await asyncio.sleep(_pause_s(response.headers.get("retry-after", "")))
             except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"the environment at {url} does not answer: {error}") from error
-                await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)
         answer: Any = None
         with contextlib.suppress(ValueError):
             answer = json.loads(text)
@@ -128,14 +126,6 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
         return await response.content.readexactly(_MAX_ANSWER)
     except asyncio.IncompleteReadError as all_of_it:
         return all_of_it.partial
-
-
-def _pause_s(retry_after: str) -> float:
-    """Seconds until the next try: at least 1, also if the server sends no number."""
-    with contextlib.suppress(ValueError):
-        if (seconds := float(retry_after)) >= 1:
-            return min(seconds, _LONGEST_PAUSE_S)
-    return 1.0
 
 
 def _played(answer: Any) -> Played:
