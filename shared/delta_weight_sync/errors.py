@@ -113,11 +113,7 @@ class UndoLogError(DeltaWeightSyncError, LookupError, kind="undo-log"):
 
 
 class EngineError(DeltaWeightSyncError, RuntimeError, kind="engine"):
-    """vLLM refused a call, or did not answer it.
-
-    Attributes:
-        kind: The `kind` of the error that a worker raised, or "engine".
-    """
+    """vLLM refused a call, or did not answer it. `kind` is that of the error that a worker raised, if any."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)

@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from delta_weight_sync.checkout import FollowedVersion, build, follow
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
+from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader, manifests_of, open_run, require_digest, runs_in
 from delta_weight_sync.records import DeltaRef, Keys, Manifest
 from delta_weight_sync.scratch import Scratch
@@ -381,8 +382,13 @@ def _follow(arguments: Arguments) -> None:
     Ctrl-C ends the command with exit code 130, SIGTERM with 0.
     """
     into, once = arguments.into, arguments.once
-    with _ended_by_signals(), follow(_opened(arguments), into, once=once, on_error=_complain) as versions:
-        for version in versions:
+    codes: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
+    with ExitStack() as stack:
+        for sign in codes:  # `SystemExit` also ends a running command
+            before = signal.signal(sign, lambda got, _: sys.exit(codes[got]))
+            stack.callback(signal.signal, sign, before)
+        following = follow(_opened(arguments), into, once=once, on_error=_complain)
+        for version in stack.enter_context(following):
             try:
                 _announce(version, into, arguments.on_version)
             except (CommandError, OSError) as error:
@@ -407,18 +413,6 @@ def _complain(error: Exception) -> None:
     print(f"delta-weight-sync follow: {printable(str(error))}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """While the block runs, Ctrl-C and SIGTERM raise `SystemExit`, which also ends a running command."""
-    codes: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
-    before = {sign: signal.signal(sign, lambda got, _: sys.exit(codes[got])) for sign in codes}
-    try:
-        yield
-    finally:
-        for sign, handler in before.items():
-            signal.signal(sign, handler)
-
-
 def _gc(arguments: Arguments) -> None:
     """The oldest versions are deleted first. These stay: all files that the newest version's manifest names;
     objects written in the hour before the run's newest object, and all files that a manifest among them
@@ -428,8 +422,6 @@ def _gc(arguments: Arguments) -> None:
 
     With Publisher(..., keep="20GB"), the trainer deletes old versions itself.
     """
-    from delta_weight_sync.prune import Keep, Pruner, prune
-
     reader, keep = _opened(arguments), Keep.parse(arguments.keep)
     reader.manifest()  # raises an error if there is no version
     survey = Pruner(reader, keep).survey()

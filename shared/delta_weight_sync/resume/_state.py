@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from delta_weight_sync.codec import Bits
 from delta_weight_sync.errors import CodecError, ObjectMissingError, ProtocolError, StateError
@@ -47,6 +48,8 @@ _DTYPES = {_LOW: torch.float32, _PUBLISHED: torch.bfloat16}
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _DAMAGED = (ProtocolError, CodecError, ObjectMissingError, SafetensorError)
 _log = logging.getLogger("delta_weight_sync")
+Others = dict[str, Stateful]
+RankBits = tuple[int, Bits | None]
 
 
 class StateRecord(Sealed):
@@ -141,13 +144,7 @@ class Snapshot:
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        published: Container[str],
-        optimizer: torch.optim.Optimizer,
-        others: dict[str, Stateful],
-        *,
-        main: bool,
+        self, weights: Weights, published: Container[str], optimizer: Optimizer, others: Others, *, main: bool
     ) -> None:
         started = time.monotonic()
         kinds: dict[str, tuple[str, list[int]]] = {}
@@ -182,12 +179,7 @@ class FoundState:
     """
 
     def __init__(
-        self,
-        record: StateRecord,
-        peers: Peers,
-        path: Path,
-        main: Path,
-        bits: Callable[[str], tuple[int, Bits | None]],
+        self, record: StateRecord, peers: Peers, path: Path, main: Path, bits: Callable[[str], RankBits]
     ) -> None:
         self.record, self._peers, self._bits = record, peers, bits
         self._note, self._main = _note(path), _note(main)
@@ -195,9 +187,7 @@ class FoundState:
         # Whether the version holds at least the upper half of each weight.
         self.published_whole = all(kind != _WHOLE for kind, _ in self._note["weights"].values())
 
-    def restore(
-        self, live: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, others: dict[str, Stateful]
-    ) -> None:
+    def restore(self, live: Tensors, optimizer: Optimizer, others: Others) -> None:
         """Restore the state, on every rank. Raises `StateError` if it does not fit this trainer."""
         with self._peers.fail_together():
             self._require_same(live, others)
@@ -215,7 +205,7 @@ class FoundState:
                 other.load_state_dict(self._note["others"][name])
             parts.put_random_state(tensors, self._note["random"])
 
-    def _require_same(self, live: dict[str, torch.Tensor], others: dict[str, Stateful]) -> None:
+    def _require_same(self, live: Tensors, others: Others) -> None:
         kinds = self._note["weights"]
         if strange := live.keys() ^ kinds.keys():
             where = "only in the model" if min(strange) in live else "only in the state"
