@@ -86,8 +86,8 @@ class Opened(BaseModel):
     """A new game, before its first guess."""
 
     session: UUID
-    observation: str
-    max_guesses: int
+    observation: str = OPENING
+    max_guesses: int = MAX_GUESSES
     length: int
     hard_mode: bool
 
@@ -117,7 +117,7 @@ class Words(BaseModel):
     answers: tuple[str, ...]
     held_out: tuple[str, ...]
     length: int
-    max_guesses: int
+    max_guesses: int = MAX_GUESSES
 
 
 class Health(BaseModel):
@@ -223,7 +223,7 @@ def _add_games(
     app: FastAPI, sessions: Sessions, rules: Rules, timer: openenv.Timer, at: str, via: str
 ) -> None:
     """Add the routes of games. No handler awaits after it read its request, so the store needs no locks."""
-    games = APIRouter(prefix=at, include_in_schema=via == "http")
+    games, settings = APIRouter(prefix=at, include_in_schema=via == "http"), rules.settings
 
     @games.post("", status_code=201, responses=refusals(400, 401, 409, 413, 422, 503))
     async def open(opening: Opening, request: Request) -> Opened:
@@ -231,13 +231,7 @@ def _add_games(
         game = rules.deal(opening.seed, opening.split)
         origin = Origin(opening.seed, opening.split, via)
         session = sessions.open(opening.id or uuid4(), origin, game, client_address(request.scope))
-        return Opened(
-            session=session.id,
-            observation=OPENING,
-            max_guesses=MAX_GUESSES,
-            length=rules.settings.length,
-            hard_mode=rules.settings.hard_mode,
-        )
+        return Opened(session=session.id, length=settings.length, hard_mode=settings.hard_mode)
 
     async def guess(session: UUID, request: Request) -> Response:
         """Play a move. An invalid word also costs a turn. `reward` is the reward of the game so far."""
@@ -277,7 +271,7 @@ def _add_games(
 def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics) -> None:
     """Add the read-only routes."""
     every_word, length = rules.train + rules.held_out, rules.settings.length
-    words = Words(answers=every_word, held_out=rules.held_out, length=length, max_guesses=MAX_GUESSES)
+    words = Words(answers=every_word, held_out=rules.held_out, length=length)
     metrics.active.set_function(sessions.__len__)
     metrics.capacity.set(sessions.capacity)
     app.mount("/page", StaticFiles(directory=PAGE))

@@ -42,7 +42,7 @@ class PastPolicy:
         for weights in self._weights.values():
             bf16_bits(weights)
         self._token_budget = token_budget
-        self._log: UndoLog  # set by `begin`
+        self.log: UndoLog  # set by `begin`
         self.sync = -1
         self.written = 0  # number of weights that all calls of `roll` wrote
 
@@ -50,19 +50,16 @@ class PastPolicy:
         """Copy the weights of `policy`: those of the only sync in `log`, which was just published."""
         for name, weights in live_weights(policy):
             self._weights[name].copy_(weights.detach().to(torch.bfloat16))
-        self._log, (self.sync,) = log, log.syncs
-
-    def knows(self, sync: int) -> bool:
-        return sync in self._log.syncs
+        self.log, (self.sync,) = log, log.syncs
 
     def keep_up(self) -> None:
         """Move off the log's oldest sync: the next publish drops it, and `roll` could not start there."""
-        if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
-            self.roll(self._log.syncs[1])
+        if self.log.syncs[0] == self.sync != self.log.syncs[-1]:
+            self.roll(self.log.syncs[1])
 
     def roll(self, sync: int) -> None:
         """Restore the weights of `sync`. Raises `UndoLogError`."""
-        self.written += self._log.roll(self._weights, self.sync, sync)
+        self.written += self.log.roll(self._weights, self.sync, sync)
         self.sync = sync
 
     @torch.no_grad()
@@ -144,7 +141,7 @@ class ExactSamples(TrainerCallback):
 
     def _make_exact(self, samples: Sequence[TracedSample]) -> None:
         started, written = time.perf_counter(), self._past.written
-        known = [sample for sample in samples if all(map(self._past.knows, syncs_of(sample)))]
+        known = [sample for sample in samples if syncs_of(sample).issubset(self._past.log.syncs)]
         engine = [sample.old_log_probs for sample in known]
         for sample in known:
             sample.old_log_probs = sample.old_log_probs.copy()

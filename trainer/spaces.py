@@ -96,10 +96,7 @@ def probe(url: str, kind: Kind) -> Answer:
     try:
         response = request(url, "GET", "/ready" if kind == "replica" else "/health", kind)
     except httpx.TransportError as error:
-        cause: BaseException | None = error
-        while cause and not isinstance(cause, socket.gaierror):
-            cause = cause.__cause__ or cause.__context__
-        if isinstance(cause, OSError) and cause.errno == socket.EAI_NONAME:  # other errors may be temporary
+        if f"[Errno {socket.EAI_NONAME}]" in str(error):  # other errors may be temporary
             raise SpacesUnavailableError(f"{url}: there is no such host; check {_OPTION[kind]}") from error
         return Answer(f"not reachable ({type(error).__name__})")
     answer = _app_answer(response, kind) or _hub_answer(response, url, kind)
@@ -135,11 +132,9 @@ def read(answer: httpx.Response) -> bytes:
 
 def _check_key(url: str, kind: Kind) -> None:
     """Send a request that needs the key and changes nothing."""
+    method, path = ("POST", "/v1/completions") if kind == "replica" else ("DELETE", f"/sessions/{uuid4()}")
     try:
-        if kind == "replica":
-            status = request(url, "POST", "/v1/completions", json={}).status_code
-        else:
-            status = request(url, "DELETE", f"/sessions/{uuid4()}", kind).status_code
+        status = request(url, method, path, kind, json={}).status_code
     except httpx.TransportError:
         return  # the next request reports it
     if status not in (401, 403):

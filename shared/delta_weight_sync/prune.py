@@ -79,9 +79,7 @@ class Pruner:
     def survey(self, spare: Collection[str] = (), reserve: int = 0) -> Survey | None:
         """Find the objects that may be deleted now. Returns None for a run without versions.
 
-        Args:
-            spare: Keys to keep because the next manifest will name them.
-            reserve: Bytes of the budget to leave free.
+        `spare`: keys to keep because the next manifest will name them. `reserve`: bytes to leave free.
         """
         newest = self._reader.newest()  # before the listing: then a later version counts as in progress
         if newest is None:

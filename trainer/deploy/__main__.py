@@ -1,4 +1,4 @@
-"""`python -m trainer.deploy COMMAND`: see `trainer/deploy/__init__.py`."""
+"""`python -m trainer.deploy COMMAND`: `--help` lists the commands."""
 
 import argparse
 import os

@@ -4,19 +4,14 @@ To add a task, write a module here with a function `make_task(settings, prompts,
 `settings.TASKS`. `prompts` is the number of prompts that the run trains on.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from datasets import Dataset
 
 from trainer.settings import TASKS, Settings
-
-if TYPE_CHECKING:
-    from trl.experimental.async_grpo import AsyncGRPOConfig
 
 
 @dataclass(frozen=True)
@@ -28,8 +23,8 @@ class Task:
     environment: Callable[[], object] | None = None
 
 
-def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
-    """Build the task that the settings name. Raises `SystemExit` if the name or another setting is wrong."""
+def make_task(settings: Settings, config: Any) -> Task:
+    """Build the task that the settings name, for TRL's `config`. Raises `SystemExit` for a wrong setting."""
     if settings.task not in TASKS:
         raise SystemExit(f"--task must be one of {', '.join(TASKS)}; it is {settings.task!r}")
     batch = config.per_device_train_batch_size * config.world_size
