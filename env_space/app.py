@@ -21,7 +21,6 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from env_space import openenv, watch
 from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, OPENING, GameError, Move, RewardParts, Rules, Split
@@ -201,8 +200,6 @@ def _guard(app: ASGIApp, key: str) -> ASGIApp:
                 receive = replay(await read_body(receive, MAX_BODY_BYTES, LIMITS.request_s), receive)
         except HTTPException as refused:
             refusal = problem(refused.status_code, refused.detail, refused.headers)
-            if scope["type"] == "websocket":
-                return await WebSocket(scope, receive, send).send_denial_response(refusal)
             return await refusal(scope, receive, send)
         return await app(scope, receive, send)
 

@@ -65,9 +65,8 @@ class Sessions:
     A game expires `ttl_s` seconds after its last move; other requests do not keep it alive. Games that ended
     without expiring answer retries for `ttl_s` seconds, or until `capacity` later games have ended.
 
-    Args:
-        on_end: Called once for every game, when it ends.
-        per_client: Maximum number of games in play per client; None for trainers' games, without a limit.
+    `on_end` is called once for every game, when it ends. `per_client` is the maximum number of games in play
+    per client; None for trainers' games, which have no such limit.
     """
 
     def __init__(

@@ -5,8 +5,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable
-from functools import cache, partial
-from ssl import SSLContext
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -27,6 +26,8 @@ TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
+# Read once: reading the certificates would block all players for tens of milliseconds.
+_TLS = httpx.create_ssl_context(trust_env=False)
 # The policy had this tool in training. Without the tool, it would read another prompt than in training.
 _TOOL = {
     "type": "function",
@@ -104,12 +105,6 @@ def replica_headers(url: str, key: str) -> dict[str, str]:
     return {name: value for name, value in headers.items() if value}
 
 
-@cache
-def _tls() -> SSLContext:
-    """The TLS settings, read once: reading the certificates blocks all players for tens of milliseconds."""
-    return httpx.create_ssl_context(trust_env=False)
-
-
 def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings) -> None:
     """Add `/watch`: each request starts a new game. `sessions` is a store for watched games only."""
 
@@ -127,7 +122,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
         headers = replica_headers(url, settings.replica_key)
         try:
             async with httpx.AsyncClient(
-                base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=_tls()
+                base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=_TLS
             ) as http:
                 replica = Replica(http, settings.replica_prompt)
                 while not session.game.over:
