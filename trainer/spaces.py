@@ -169,10 +169,9 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
     # Hub answers with an HTML page and any status.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
-        raise SpacesUnavailableError(
-            f"{url} answers {status}, so it is not the {kind}: give the Space's own URL with {_OPTION[kind]},"
-            f" such as https://<owner>-<name>.hf.space; if it is private, {_READABLE}"
-        )
+        fix = f"give the Space's own URL with {_OPTION[kind]}, such as https://<owner>-<name>.hf.space"
+        problem = f"{url} answers {status}, so it is not the {kind}"
+        raise SpacesUnavailableError(f"{problem}: {fix}; if it is private, {_READABLE}")
     return Answer(f"not up yet ({status})")
 
 
