@@ -16,7 +16,7 @@ import numpy as np
 from delta_weight_sync.runlog import CommitEvent, SyncEvent
 from delta_weight_sync.util import count_text, size_text, time_text
 from inference_space.dashboard.html import colour, percent
-from inference_space.dashboard.state import Point, Progress, Replica, Series
+from inference_space.dashboard.state import Point, Progress, Series
 
 _BOX = 10_000
 _LEAST = 1e-12  # a span below this share of the largest value is only rounding error
@@ -137,41 +137,36 @@ _VERSIONS = partial(linear, words=lambda version: f"v{count_text(version)}", who
 
 
 def charts(run: Progress) -> dict[str, Chart]:
+    def until_now(points: Series) -> Series:
+        return (*points, (run.last_t, points[-1][1])) if points else ()
+
     curves, replicas = run.curves, [(colour(at), replica) for at, replica in enumerate(run.replicas)]
     rewards = [Mark("dots", "faint", curves["reward"]), Mark("line", "good", smooth(curves["reward"]))]
+    stairs = [Mark("step", css, until_now(replica.versions)) for css, replica in reversed(replicas)]
     full = Mark("line", "limit", ((0, run.full_bytes), (max(1, run.version), run.full_bytes)))
     sizes = [full, *_filled("delta", curves["deltas"]), Mark("dots", "anchor", curves["anchors"])]
     rates = [Mark("line", "good", smooth(curves["solved"])), Mark("line", "bad", smooth(curves["invalid"]))]
     games = [Mark("dots", "faint", curves["solved"]), *rates]
     lags = [Mark("dots", css, replica.lags) for css, replica in replicas]
     pauses = [Mark("dots", "pause", curves["pauses"])]
+    saved = _filled("delta", curves["saved"])
     number, share = partial(linear, words="{:.2g}".format), partial(linear, words=percent, zero=True)
     size, time = partial(logarithmic, words=size_text), partial(logarithmic, words=time_text)
     return {
         "reward": fitted(rewards, _STEPS, number),
-        "versions": _staircase(run, replicas),
+        "versions": fitted(
+            [Mark("step", "trainer", until_now(run.trainer)), *stairs],
+            lambda _: ago(run.trainer[0][0], run.last_t),
+            partial(linear, words="v{:.0f}".format, whole=True),
+        ),
         "payload": fitted(sizes, _VERSIONS, size),
         "solved": fitted(games, _STEPS, share),
         "lags": fitted(lags, _VERSIONS, time),
-        "saved": fitted(
-            _filled("delta", curves["saved"]), _VERSIONS, partial(linear, words=size_text, zero=True)
-        ),
+        "saved": fitted(saved, _VERSIONS, partial(linear, words=size_text, zero=True)),
         "staleness": fitted(_filled("share", curves["staleness"]), _STEPS, partial(number, zero=True)),
         "pauses": fitted(pauses, _VERSIONS, partial(logarithmic, words=lambda ms: time_text(ms / 1000))),
         "changed": fitted(_filled("share", curves["changed"]), _VERSIONS, share),
     }
-
-
-def _staircase(run: Progress, replicas: list[tuple[str, Replica]]) -> Chart:
-    def until_now(points: Series) -> Series:
-        return (*points, (run.last_t, points[-1][1])) if points else ()
-
-    marks = [Mark("step", css, until_now(replica.versions)) for css, replica in replicas]
-    return fitted(
-        [Mark("step", "trainer", until_now(run.trainer)), *reversed(marks)],
-        lambda _: ago(run.trainer[0][0], run.last_t),
-        partial(linear, words="v{:.0f}".format, whole=True),
-    )
 
 
 def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:

@@ -113,10 +113,7 @@ def _frames(library: Library) -> dict[int, Progress]:
 def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[str, object]:
     deltas = {version: delta for version in frames if version and (delta := _delta(library, version))}
     pages = min(_PAGES, -(-len(library.objects()) // views.PAGE))
-    listings = (
-        views.listing(library.objects(), info.run, page, served=False, openable=deltas)
-        for page in range(pages)
-    )
+    listings = (views.listing(library.objects(), info.run, page, deltas) for page in range(pages))
     return {
         "moments": list(frames),
         "versions": list(deltas),

@@ -45,11 +45,6 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def behind(versions: int) -> str:
-    """Say how far a replica is from the newest version: `current`, `2 versions behind`."""
-    return "current" if versions <= 0 else f"{plural(versions, 'version')} behind"
-
-
 def colour(index: int) -> str:
     """Name the CSS class that colours the replica at `index`."""
     return f"r{index % _COLOURS}"
@@ -75,7 +70,7 @@ _TEMPLATES = Environment(
     auto_reload=False,  # templates are part of the program
     extensions=[_OneLine],
 )
-_FILTERS = (size_text, count_text, time_text, age, percent, clock, plural, behind, colour, tiles)
+_FILTERS = (size_text, count_text, time_text, age, percent, clock, plural, colour, tiles)
 _TEMPLATES.filters |= {function.__name__: function for function in _FILTERS}
 
 

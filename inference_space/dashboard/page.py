@@ -1,7 +1,7 @@
 """The dashboard as part of a FastAPI app: its page, and the routes of its views.
 
-Gradio's page is empty until its scripts have run. So `Prerender` inserts styles, scripts and the rendered run
-into it; `static/prerender.js` removes that copy of the run when Gradio shows its own.
+Gradio's page is empty until its scripts have run. So `prerendered` inserts styles, scripts and the rendered
+run into it; `static/prerender.js` removes that copy of the run when Gradio shows its own.
 """
 
 from __future__ import annotations
@@ -29,17 +29,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_weight_sync.errors import BucketError, CodecError, ProtocolError
 from delta_weight_sync.store import Bucket
-from inference_space.dashboard import views
+from inference_space.dashboard import data, views
 from inference_space.dashboard.charts import charts, timeline
-from inference_space.dashboard.data import (
-    EVERY_S,
-    Library,
-    RateLimitedBucket,
-    RateLimitError,
-    RunCache,
-    RunView,
-    Status,
-)
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
 from inference_space.dashboard.owner import Owner, owner_tab, space_author
 from inference_space.dashboard.state import FRAMES, Progress, moments
@@ -48,14 +39,14 @@ from space_guard.requests import FRAMING
 if TYPE_CHECKING:
     from delta_weight_sync.vllm.follower import Commands as Controls
 
-# Gradio writes the request's host name into its page. `Prerender` asks under this name, and replaces it by
+# Gradio writes the request's host name into its page. `prerendered` asks under this name, and replaces it by
 # `location.origin`.
 _NAME = "dashboard.invalid"
 _SESSIONS = 512  # open pages whose revision is remembered; for a forgotten one, the run is sent again
 _LAST_PAGE = 1_000_000
 
 
-def build(view: Callable[[], RunView], controls: Controls | None, owner: Owner) -> gr.Blocks:
+def build(view: Callable[[], data.RunView], controls: Controls | None, owner: Owner) -> gr.Blocks:
     """Build the dashboard. Each open page calls `view` once a second. `controls` add the owner's tab."""
 
     def tick(seen: int) -> tuple[Any, Any]:
@@ -77,7 +68,7 @@ def build(view: Callable[[], RunView], controls: Controls | None, owner: Owner) 
         if controls:
             with gr.Column(elem_classes=["view", "view-owner"]):
                 owner_tab(controls, owner)
-        events = [blocks.load, gr.Timer(EVERY_S).tick]
+        events = [blocks.load, gr.Timer(data.EVERY_S).tick]
         gr.on(events, tick, seen, [page, seen], show_progress="hidden")
     for event in blocks.fns.values():
         event.queue = False  # each call is short, and a queue would be one more route to guard
@@ -86,7 +77,7 @@ def build(view: Callable[[], RunView], controls: Controls | None, owner: Owner) 
 
 
 @lru_cache(maxsize=2)
-def render(view: RunView) -> Markup:
+def render(view: data.RunView) -> Markup:
     """Render the page of a view, once for all its viewers."""
     run = view.progress
     return render_template(
@@ -99,48 +90,48 @@ def render(view: RunView) -> Markup:
     )
 
 
-def body(run: Progress, view: RunView | None = None) -> Markup:
+def body(run: Progress, view: data.RunView | None = None) -> Markup:
     """Render a run: its figures and curves or, with the `view` of a run that starts, how far it is."""
     (syncs, axis), drawn = timeline(run), charts(run)
     return render_template("run.html", run=run, charts=drawn, syncs=syncs, axis=axis, view=view)
 
 
-def first_paint(view: RunView, *, owner: bool) -> Markup:
+def first_paint(view: data.RunView, *, owner: bool) -> Markup:
     """Render what a browser shows before Gradio's scripts have run. It leaves room for the slider."""
     slider = view.progress is not None and view.progress.version > 1
     return render_template("prerender.html", page=render(view), owner=owner, slider=slider)
 
 
-class Prerender:
-    """ASGI middleware that serves the page, and renders it once for each revision of the view."""
+def prerendered(app: ASGIApp, view: Callable[[], data.RunView], *, owner: bool) -> ASGIApp:
+    """ASGI middleware: serves the page, and renders it once for each revision of the view."""
+    gradio_page = policy = ""
+    newest = (-1, b"", b"")  # revision, page, compressed page
+    making = asyncio.Lock()
 
-    def __init__(self, app: ASGIApp, view: Callable[[], RunView], paint: Callable[[RunView], str]) -> None:
-        self._app, self._view, self._paint = app, view, paint
-        self._gradio_page = self._policy = ""
-        self._newest = (-1, b"", b"")  # revision, page, compressed page
-        self._making = asyncio.Lock()
+    def make(now: data.RunView) -> tuple[int, bytes, bytes]:
+        page = insert(gradio_page, first_paint(now, owner=owner)).encode()
+        return now.revision, page, gzip.compress(page, 6)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal gradio_page, policy, newest
         if scope["type"] != "http" or scope["path"] != "/" or scope["method"] not in ("GET", "HEAD"):
-            return await self._app(scope, receive, send)
-        async with self._making:
-            view = self._view()
-            if not self._gradio_page:
-                transport = httpx.ASGITransport(self._app)
+            return await app(scope, receive, send)
+        async with making:
+            now = view()
+            if not policy:
+                transport = httpx.ASGITransport(app)
                 async with httpx.AsyncClient(transport=transport, base_url=f"http://{_NAME}") as http:
-                    found = (await http.get("/")).text.replace(f'"http://{_NAME}"', "location.origin")
-                self._policy, self._gradio_page = content_policy(insert(found, "")), found
-            if self._newest[0] != view.revision:
-                self._newest = await run_in_threadpool(self._make, view)
-            _, page, zipped = self._newest
-        headers = {"vary": "accept-encoding", "content-security-policy": self._policy}
+                    gradio_page = (await http.get("/")).text.replace(f'"http://{_NAME}"', "location.origin")
+                policy = content_policy(insert(gradio_page, ""))
+            if newest[0] != now.revision:
+                newest = await run_in_threadpool(make, now)
+            _, page, zipped = newest
+        headers = {"vary": "accept-encoding", "content-security-policy": policy}
         if "gzip" in Headers(scope=scope).get("accept-encoding", ""):
             headers["content-encoding"], page = "gzip", zipped
         return await Response(page, headers=headers, media_type="text/html")(scope, receive, send)
 
-    def _make(self, view: RunView) -> tuple[int, bytes, bytes]:
-        page = insert(self._gradio_page, self._paint(view)).encode()
-        return view.revision, page, gzip.compress(page, 6)
+    return answer
 
 
 def insert(page: str, painted: str) -> str:
@@ -176,7 +167,7 @@ def mount(
     *,
     controls: Controls | None = None,
     key: str = "",
-    own_status: Status | None = None,
+    own_status: data.Status | None = None,
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
@@ -192,12 +183,12 @@ def mount(
         ValueError: The installed Gradio has a different page.
     """
     insert((Path(gr.__file__).parent / "templates/frontend/index.html").read_text(), "")
-    cache, owner = RunCache(bucket, run, own_status=own_status), Owner(key, space_author())
+    cache, owner = data.RunCache(bucket, run, own_status=own_status), Owner(key, space_author())
     if not (owner.key or owner.name):
         controls = None  # without an owner the tab is useless
-    library = Library(cast(Bucket, RateLimitedBucket(bucket)), lambda: cache.view().run)
+    library = data.Library(cast(Bucket, data.RateLimitedBucket(bucket)), lambda: cache.view().run)
     add_views(app, cache, library)
-    app.add_middleware(Prerender, cache.view, lambda view: first_paint(view, owner=controls is not None))
+    app.add_middleware(prerendered, view=cache.view, owner=controls is not None)
     blocks = build(cache.view, controls, owner)
     blocks.state_session_capacity = _SESSIONS
     app.state.dashboard_events = {
@@ -217,7 +208,7 @@ def mount(
     return mounted
 
 
-def add_views(app: FastAPI, cache: RunCache, library: Library) -> None:
+def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None:
     """Add the routes `GET /dashboard/...`. An error is a sentence: 429 for the rate limit, else 404."""
     routes = APIRouter(prefix="/dashboard", default_response_class=HTMLResponse)
     past = lru_cache(maxsize=FRAMES)(body)
@@ -233,7 +224,7 @@ def add_views(app: FastAPI, cache: RunCache, library: Library) -> None:
     @routes.get("/bucket")
     def bucket(page: int = 0) -> str:
         page = min(max(0, page), _LAST_PAGE)
-        return views.listing(library.objects(), library.run, page, served=True)
+        return views.listing(library.objects(), library.run, page)
 
     @routes.get("/delta")
     def delta(version: int) -> str:
@@ -255,7 +246,7 @@ def add_views(app: FastAPI, cache: RunCache, library: Library) -> None:
         return FileResponse(found.path, filename=found.path.name, background=BackgroundTask(id, found))
 
     def sentence(_: Request, fault: Exception) -> PlainTextResponse:
-        return PlainTextResponse(str(fault), 429 if isinstance(fault, RateLimitError) else 404)
+        return PlainTextResponse(str(fault), 429 if isinstance(fault, data.RateLimitError) else 404)
 
     app.include_router(routes)
     for kind in (BucketError, ProtocolError, CodecError):

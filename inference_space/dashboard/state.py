@@ -4,7 +4,6 @@ Neither the cost of an event nor the size of a `Progress` grows with the run.
 """
 
 import math
-import operator
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,7 +104,7 @@ class Curve:
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
-        self._peaks, self._join = peaks, max if peaks else operator.add
+        self._peaks = peaks
         self._each = 1  # points that a group stands for
         self._groups: list[tuple[int, float, float]] = []  # number of points, sum of x, sum or maximum of y
         self._newest: Point = (0.0, 0.0)
@@ -114,14 +113,15 @@ class Curve:
         """Add a point to the right of all others."""
         self._newest = x, y
         if self._groups and self._groups[-1][0] < self._each:
-            count, xs, ys = self._groups[-1]
-            self._groups[-1] = count + 1, xs + x, self._join(ys, y)
+            self._groups[-1] = self._merged(self._groups[-1], (1, x, y))
             return
         if len(self._groups) == POINTS:
-            pairs = zip(self._groups[::2], self._groups[1::2], strict=True)
-            self._groups = [(a[0] + b[0], a[1] + b[1], self._join(a[2], b[2])) for a, b in pairs]
+            self._groups = [*map(self._merged, self._groups[::2], self._groups[1::2])]
             self._each *= 2
         self._groups.append((1, x, y))
+
+    def _merged(self, a: tuple[int, float, float], b: tuple[int, float, float]) -> tuple[int, float, float]:
+        return a[0] + b[0], a[1] + b[1], max(a[2], b[2]) if self._peaks else a[2] + b[2]
 
     def points(self) -> Series:
         curve = tuple((x / count, y if self._peaks else y / count) for count, x, y in self._groups)
@@ -157,9 +157,8 @@ class RunState:
         self._trainer: deque[Point] = deque(maxlen=_WINDOW)
         self._anchored: deque[int] = deque(maxlen=_ROWS)
         self._curves = {name: Curve(peaks=name in _PEAKS) for name in _CURVES}
-        self._rewards = 0  # number of steps with a reward
-        self._first: list[float] = []
-        self._lately: deque[float] = deque(maxlen=_MEAN)
+        self._first: list[float] = []  # the first rewards
+        self._lately: deque[float] = deque(maxlen=2 * _MEAN)  # the newest ones
         self._group: StepEvent | None = None
         self._played: float | None = None  # when the first games were played
         self._slowest: dict[int, CommitEvent] = {}  # by version: the commit with the largest lag
@@ -202,7 +201,7 @@ class RunState:
             track = replace(track, versions=track.versions.copy())
             track.report(own, self._last_t)
             tracks = {**tracks, own.replica: track}
-        steps = max(1, min(_MEAN, self._rewards // 2))
+        steps = max(1, len(self._lately) // 2)
         return Progress(
             version=self.version,
             last_t=self._last_t,
@@ -297,7 +296,6 @@ class RunState:
     def _step(self, event: StepEvent) -> None:
         if event.reward is not None and math.isfinite(event.reward):
             self._curves["reward"].add(event.step, event.reward)
-            self._rewards += 1
             self._lately.append(event.reward)
             if len(self._first) < _MEAN:
                 self._first.append(event.reward)

@@ -3,7 +3,6 @@
 import math
 import random
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,16 +33,7 @@ _MAX_KINDS = 16  # folders of a run that are listed separately; the rest is list
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,6})\.(.+)")
 _DISTANCES = [(-FAR, f"≤ −{FAR}"), *((at, f"−{-at}") for at in range(1 - FAR, 0))]
 _DISTANCES += [*((at, f"+{at}") for at in range(1, FAR)), (FAR, f"≥ {FAR}")]
-_KINDS = {
-    "": "The run",
-    "anchors": "Anchors",
-    "deltas": "Deltas",
-    "jumps": "Jumps: deltas over several versions",
-    "manifests": "Manifests",
-    "log": "Log",
-    "heads": "Heads",
-    "state": "Trainer states",
-}
+_KINDS = ("", "anchors", "deltas", "jumps", "manifests", "log", "heads", "state")  # folders, in this order
 
 
 @dataclass(frozen=True)
@@ -64,45 +54,33 @@ class OpenedDelta:
         return "small" if "bands" in self.modes else "fast"
 
 
-def open_delta(paths: Sequence[Path]) -> OpenedDelta:
+def open_delta(paths: Iterable[Path]) -> OpenedDelta:
     """Read a delta, or its parts. How far weights moved is decoded if all are small and need no old weights.
 
     Raises `CodecError` if a file is not a delta, or lists too many tensors.
     """
-    parts, tensors, modes, ulps = (
-        [*map(_open_part, paths)],
-        list[TensorRow](),
-        tuple[str, ...](),
-        Counter[int](),
-    )
-    for part in parts:
-        tensors += [row._replace(group=len(modes) + row.group) for row in part.tensors]
-        modes += part.modes
-        ulps.update(part.ulps or {})
-    why = next((part.why for part in parts if part.ulps is None), "")
-    return OpenedDelta(parts[0].base, parts[0].version, modes, tensors, None if why else dict(ulps), why)
-
-
-def _open_part(path: Path) -> OpenedDelta:
-    if header_size(path) > MAX_TABLE:
-        raise CodecError(f"{path.name} has a header of more than {size_text(MAX_TABLE)}: not opened here")
-    delta = Delta(path)
-    tensors, modes = delta.tensors, tuple(group.mode for group in delta.groups)
-    # Decoding keeps all changes in memory; in modes other than `gaps`, all elements.
-    numbers = sum(row.changes if modes[row.group] == "gaps" else row.numel for row in tensors)
-    ulps, why = None, ""
-    if path.stat().st_size > MAX_DECODE or numbers > MAX_NUMBERS:
-        why = "This delta is too large to be decoded for a picture."
-    elif needing := sorted(set(modes) - _STAND_ALONE):
-        why = f"Only a replica has the old weights that decoding needs (mode {' and '.join(needing)})."
-    else:
-        counts = Counter[int]()
-        shapes, no_weights = {tensor.name: tensor.shape for tensor in tensors}, dict[str, Bits]()
-        for patch in delta.patches(shapes, no_weights.__getitem__):
-            moved = np.unique(np.clip(patch.ulps.view(np.int16), -FAR, FAR), return_counts=True)
-            counts.update(dict(zip(*(part.tolist() for part in moved), strict=True)))
-        ulps = dict(counts)
-    return OpenedDelta(delta.base, delta.version, modes, tensors, ulps, why)
+    tensors, modes, why = list[TensorRow](), list[str](), ""
+    distances = np.zeros(2 * FAR + 1, np.int64)  # elements that moved by -FAR, ..., FAR
+    for path in paths:
+        if header_size(path) > MAX_TABLE:
+            raise CodecError(f"{path.name} has a header of more than {size_text(MAX_TABLE)}: not opened here")
+        delta = Delta(path)
+        rows = [row._replace(group=len(modes) + row.group) for row in delta.tensors]
+        tensors += rows
+        modes += [group.mode for group in delta.groups]
+        # Decoding keeps all changes in memory; in modes other than `gaps`, all elements.
+        numbers = sum(row.changes if modes[row.group] == "gaps" else row.numel for row in rows)
+        if path.stat().st_size > MAX_DECODE or numbers > MAX_NUMBERS:
+            why = "This delta is too large to be decoded for a picture."
+        elif needing := sorted(set(modes) - _STAND_ALONE):
+            why = f"Only a replica has the old weights that decoding needs (mode {' and '.join(needing)})."
+        if not why:
+            shapes, no_weights = {row.name: row.shape for row in rows}, dict[str, Bits]()
+            for patch in delta.patches(shapes, no_weights.__getitem__):
+                moved = np.clip(patch.ulps.view(np.int16), -FAR, FAR)
+                distances += np.bincount(moved + FAR, minlength=distances.size)
+    ulps = {at - FAR: count for at, count in enumerate(distances.tolist()) if count}
+    return OpenedDelta(delta.base, delta.version, tuple(modes), tensors, None if why else ulps, why)
 
 
 class Cell(NamedTuple):
@@ -153,14 +131,10 @@ def can_download(name: str) -> bool:
     return re.match(r"(run\.json$|(deltas|jumps|manifests|heads|log)/)", name) is not None
 
 
-def listing(
-    objects: Listing, run: str, page: int, *, served: bool, openable: Collection[int] | None = None
-) -> Markup:
+def listing(objects: Listing, run: str, page: int, openable: Collection[int] | None = None) -> Markup:
     """Render page `page`, counted from 0, of the run's objects by kind, newest first.
 
-    Args:
-        served: A server offers downloads.
-        openable: The versions whose deltas can be opened, None for all.
+    `openable` are the versions whose deltas can be opened; None: a server opens all, and offers downloads.
     """
     folder = f"runs/{run}/"
     kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
@@ -177,14 +151,14 @@ def listing(
             "size": info.size,
             "parts": re.findall(r".*?(?:/|\.t\d+)|.+", name),  # the name may be broken between them
             "delta": int(delta[1]) if delta and can_open else None,
-            "download": served and can_download(name),
+            "download": openable is None and can_download(name),
         }
 
     groups = []
     for kind, found in kinds.items():
         newest = sorted(found, key=lambda info: info.key, reverse=True)[page * PAGE : (page + 1) * PAGE]
         if found:
-            groups.append({"title": _KINDS.get(kind, kind), "objects": found, "rows": [*map(row, newest)]})
+            groups.append({"kind": kind, "objects": found, "rows": [*map(row, newest)]})
     pages = -(-max(map(len, kinds.values())) // PAGE)
     return render_template("bucket.html", objects=objects, run=run, page=page, pages=pages, groups=groups)
 

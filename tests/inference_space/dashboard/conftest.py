@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(folder: Path) -> Iterator[str]:
     """A dashboard that looks at the bucket five times a second, so that no test waits for long."""
     with pytest.MonkeyPatch.context() as often:
-        for interval in ("data.EVERY_S", "page.EVERY_S", "data.LIST_EVERY_S"):
+        for interval in ("data.EVERY_S", "data.LIST_EVERY_S"):
             often.setattr(f"inference_space.dashboard.{interval}", 0.2)
         with dashboard(open_bucket(f"file://{folder}", create=True)) as url:
             yield url

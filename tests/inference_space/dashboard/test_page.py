@@ -176,7 +176,7 @@ def view(run: Progress | None, *, read: bool = True, problem: str | None = None)
 
 def listing() -> str:
     keys = (f"runs/r/{ATTACK}/{ATTACK}", f"runs/r/deltas/00000001.{ATTACK}")
-    return views.listing([ObjectInfo(key, 1, "") for key in keys], ATTACK, 0, served=True)
+    return views.listing([ObjectInfo(key, 1, "") for key in keys], ATTACK, 0)
 
 
 def refused() -> str:

@@ -73,8 +73,8 @@ def test_a_long_run_is_listed_page_by_page() -> None:
         for kind, end in (("deltas", ".safetensors"), ("manifests", ".json"))
         for version in range(1, 10_001)
     ]
-    newest = listing(objects, "wordle", 0, served=True)
-    oldest = listing(objects, "wordle", 10_000 // PAGE - 1, served=True)
+    newest = listing(objects, "wordle", 0)
+    oldest = listing(objects, "wordle", 10_000 // PAGE - 1)
     assert len(newest) < 40_000
     assert "<b>20 MB</b> in 20000 objects" in newest
     assert "00010000.t1-5ad0b5d1.safetensors" in newest
@@ -140,12 +140,10 @@ def test_a_longer_table_is_not_read_at_all(tmp_path: Path) -> None:
         tmp_path / "delta", [["w" * 2200 + str(n), [1], 1, 0] for n in range(8000)], [{"mode": "dense"}]
     )
     assert path.stat().st_size > MAX_HEADER
-    for read, complaint in (
-        (lambda one: open_delta([one]), "not opened here"),
-        (codec.Delta, "its header claims"),
-    ):
-        with pytest.raises(CodecError, match=complaint):
-            read(path)
+    with pytest.raises(CodecError, match="not opened here"):
+        open_delta([path])
+    with pytest.raises(CodecError, match="its header claims"):
+        codec.Delta(path)
 
 
 @pytest.mark.finding(3)
