@@ -1,7 +1,9 @@
 """Settings of the vLLM Space, and what its setup page says about them and about access to the bucket."""
 
 import socket
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 
 from huggingface_hub import get_token
 from pydantic import Field
@@ -11,16 +13,7 @@ from delta_weight_sync.records import POLL_S, Keys
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.server import NOT_HERE
-from space_guard.setup import (
-    NEW_KEY,
-    HeaderText,
-    Need,
-    Problems,
-    SettingsError,
-    Setup,
-    SpaceSettings,
-    key_problem,
-)
+from space_guard.setup import HeaderText, Need, Problems, SettingsError, Setup, SpaceSettings, key_problem
 
 TOKENS = "https://huggingface.co/settings/tokens"
 
@@ -47,33 +40,8 @@ class Settings(SpaceSettings):
     folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas
 
 
-SETUP = Setup(
-    space="replica",
-    then="dashboard",
-    needs={
-        "REPLICA_BUCKET": Need(
-            "variable", "The bucket to which the trainer publishes weights.", "hf://buckets/<owner>/<name>"
-        ),
-        "REPLICA_RUN": Need("variable", "The run in that bucket that this replica follows.", "first"),
-        "REPLICA_KEY": Need(
-            "secret",
-            "The key for inference and the owner's controls. Trainers send it from their variable SPACE_KEY."
-            " To let anyone use this hardware, set the variable REPLICA_OPEN_INFERENCE to true instead.",
-            NEW_KEY,
-        ),
-        PUBLIC_KEY: Need(
-            "variable",
-            "Optional: the public half of the trainer's key. Versions without its signature are refused.",
-            "ed25519_public_<64 hex digits>",
-        ),
-        "HF_TOKEN": Need(
-            "secret",
-            "Reads the bucket if it is private. Read access to this one bucket is enough: the replica never"
-            " writes.",
-            TOKENS,
-        ),
-    },
-)
+NEEDS = tomllib.loads(Path(__file__).with_name("setup.toml").read_text())
+SETUP = Setup("replica", then="dashboard", needs={name: Need(**need) for name, need in NEEDS.items()})
 
 
 def find_problems(environ: Mapping[str, str]) -> Problems:

@@ -40,10 +40,7 @@ _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a fixed size, vLLM 
 _ON_GPU = ["--moe-backend", "triton"]
 # A chat template is a program: anyone with write access to the bucket could make it loop forever. Without a
 # public key, this one replaces it. It renders only the test messages that vLLM sends itself when it starts.
-_UNSIGNED_TEMPLATE = """{% if messages[0].content in ['warmup', 'x'] %}{{ messages[0].content }}{% else %}
-{{ raise_exception('this replica checks no signatures, so it does not run the chat template from the ' +
-'bucket: set DELTA_WEIGHT_SYNC_PUBLIC_KEY, or set your own template with --chat-template in ' +
-'REPLICA_VLLM_ARGS') }}{% endif %}"""
+_UNSIGNED_TEMPLATE = Path(__file__).with_name("unsigned.jinja")
 _ENVIRONMENT = {
     "VLLM_PLUGINS": "delta_weight_sync",
     "VLLM_NO_USAGE_STATS": "1",
@@ -123,7 +120,7 @@ class VllmServer(Engine):
         settings = self._settings
         words = ["--model", str(checkpoint), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
         words += ["--max-num-seqs", str(settings.max_num_seqs), "--disable-log-stats"]
-        words += [] if PublicKeys.load() else ["--chat-template", _UNSIGNED_TEMPLATE]
+        words += [] if PublicKeys.load() else ["--chat-template", str(_UNSIGNED_TEMPLATE)]
         words += _ON_GPU if gpu_build.is_installed() else _ON_CPU
         if settings.max_model_len is not None:
             words += ["--max-model-len", str(settings.max_model_len)]
