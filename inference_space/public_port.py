@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.runlog import ReplicaEvent, ReplicaReport
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from inference_space.dashboard.page import mount
@@ -41,6 +41,9 @@ class SpaceFollower(Follower):
     """A follower that knows which variable the owner must fix if the bucket cannot be read."""
 
     problems: Problems = MappingProxyType({})
+
+    def status(self) -> ReplicaEvent:
+        return self.report(0).status
 
     def explain(self, error: Exception | None) -> str:
         self.problems = access_problems(error, self._reader.bucket.url) if error else {}
@@ -71,8 +74,7 @@ def create_app(settings: Settings) -> FastAPI:
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """Whether a version is served."""
-        status = follower.report(0).status
-        return JSONResponse(status.model_dump(), 200 if follower.serving else 503)
+        return JSONResponse(follower.status().model_dump(), 200 if follower.serving else 503)
 
     @app.get("/status")
     async def status(after: int = -1) -> ReplicaReport:
@@ -84,14 +86,7 @@ def create_app(settings: Settings) -> FastAPI:
         """Look at the bucket now."""
         follower.poke()
 
-    mount(
-        app,
-        bucket,
-        settings.run,
-        controls=follower.commands,
-        key=settings.key,
-        own_status=lambda: follower.report(0).status,
-    )
+    mount(app, bucket, settings.run, controls=follower.commands, key=settings.key, own_status=follower.status)
     app.add_middleware(pass_inference, vllm=vllm, follower=follower)
     if "SPACE_ID" in os.environ:
         app.add_middleware(SETUP.show_page, problems=lambda: follower.problems)
@@ -115,7 +110,7 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> ASGIApp:
+def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: SpaceFollower) -> ASGIApp:
     """ASGI middleware: passes inference requests directly to vLLM, without the cost of FastAPI's layers."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +125,7 @@ def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> ASG
         if scope["type"] != "http" or INFERENCE.get(scope["path"]) != scope["method"]:
             await app(scope, receive, send)
         elif follower.serving is None or vllm.app is None:
-            reason = f"no version is served yet: {follower.report(0).status.state}"
+            reason = f"no version is served yet: {follower.status().state}"
             await _unavailable(reason)(scope, receive, send)
         else:
             await vllm.app(scope, receive, unless_dead)

@@ -68,11 +68,8 @@ class RunView:
 class RunCache:
     """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
-    Args:
-        run: The run to follow. None: the newest when it first finds any, until its run.json is gone.
-        own_status: Returns the status of the replica that hosts this dashboard. The page shows it instead of
-            the one in the log.
-        pause: Waits between two readings.
+    If `run` is None, it is the newest when the cache first finds any, until its run.json is gone. The page
+    shows what `own_status` returns, the status of the replica that hosts this dashboard, not the log's.
     """
 
     def __init__(

@@ -86,12 +86,8 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
         button.click(run, [key, version], [state, answer], show_progress="hidden")
 
 
-def describe(controls: Controls) -> str:
-    if controls.pinned:
-        return Markup("<p>It stays at <b>v{}</b>.</p>").format(controls.pinned.version)
-    if controls.paused:
-        return "<p>It is <b>paused</b>: it keeps the version that it serves.</p>"
-    return "<p>It follows the newest version.</p>"
+def describe(controls: Controls) -> Markup:
+    return render_template("following.html", controls=controls)
 
 
 def guarded(

@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any, cast
 import gradio as gr
 import httpx
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
 from markupsafe import Markup
 from starlette.background import BackgroundTask
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_weight_sync.errors import BucketError, CodecError, ProtocolError
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 # `location.origin`.
 _NAME = "dashboard.invalid"
 _SESSIONS = 512  # open pages whose revision is remembered; for a forgotten one, the run is sent again
-_LAST_PAGE = 1_000_000
 
 
 def build(view: Callable[[], data.RunView], controls: Controls | None, owner: Owner) -> gr.Blocks:
@@ -124,7 +121,7 @@ def prerendered(app: ASGIApp, view: Callable[[], data.RunView], *, owner: bool) 
                     gradio_page = (await http.get("/")).text.replace(f'"http://{_NAME}"', "location.origin")
                 policy = content_policy(insert(gradio_page, ""))
             if newest[0] != now.revision:
-                newest = await run_in_threadpool(make, now)
+                newest = await asyncio.to_thread(make, now)
             _, page, zipped = newest
         headers = {"vary": "accept-encoding", "content-security-policy": policy}
         if "gzip" in Headers(scope=scope).get("accept-encoding", ""):
@@ -223,7 +220,6 @@ def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None
 
     @routes.get("/bucket")
     def bucket(page: int = 0) -> str:
-        page = min(max(0, page), _LAST_PAGE)
         return views.listing(library.objects(), library.run, page)
 
     @routes.get("/delta")

@@ -154,12 +154,12 @@ def listing(objects: Listing, run: str, page: int, openable: Collection[int] | N
             "download": openable is None and can_download(name),
         }
 
-    groups = []
+    pages = -(-max(map(len, kinds.values())) // PAGE)
+    page, groups = max(0, min(page, pages - 1)), []
     for kind, found in kinds.items():
         newest = sorted(found, key=lambda info: info.key, reverse=True)[page * PAGE : (page + 1) * PAGE]
         if found:
             groups.append({"kind": kind, "objects": found, "rows": [*map(row, newest)]})
-    pages = -(-max(map(len, kinds.values())) // PAGE)
     return render_template("bucket.html", objects=objects, run=run, page=page, pages=pages, groups=groups)
 
 

@@ -108,7 +108,6 @@ class _Connection(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and refuse a head that is too large."""
         if self._complete:
             self._start_clock()
         self._head += len(data)
@@ -128,8 +127,7 @@ class _Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count headers and trailers."""
-        if len(self.headers) >= MAX_HEADERS:
+        if len(self.headers) >= MAX_HEADERS:  # trailers count, too
             raise ValueError("too many headers")
         super().on_header(name, value)
 
@@ -232,12 +230,9 @@ def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: A
 
 
 class Lane:
-    """Requests that share limits. A quarter of the capacity is reserved for clients with the key, and one
-    visitor gets at most a quarter.
+    """Requests that share limits: `capacity` units in use at the same time, and `seconds` for each request.
 
-    Args:
-        capacity: The most units in use at the same time.
-        seconds: How long one request may take; None: no limit.
+    A quarter of the capacity is reserved for clients with the key, and one visitor gets at most a quarter.
     """
 
     def __init__(self, capacity: int, seconds: float | None = None) -> None:

@@ -65,16 +65,11 @@ class SpaceSettings(BaseModel):
             return cls.model_validate({name.removeprefix(prefix).lower(): environ[name] for name in own})
         except ValidationError as error:
             known = ", ".join(prefix + field.upper() for field in cls.model_fields)
-            words = {
-                "missing": "not set",
-                "extra_forbidden": f"there is no such variable; the variables are {known}",
-            }
-            problems = {  # without the values, which may be secrets
-                f"{prefix}{found['loc'][0]}".upper(): words.get(
-                    found["type"], found["msg"].removeprefix("Value error, ").lower()
-                )
-                for found in error.errors()
-            }
+            unknown = f"there is no such variable; the variables are {known}"
+            words, problems = {"missing": "not set", "extra_forbidden": unknown}, {}
+            for found in error.errors():  # without the values, which may be secrets
+                said = found["msg"].removeprefix("Value error, ").lower()
+                problems[f"{prefix}{found['loc'][0]}".upper()] = words.get(found["type"], said)
             raise SettingsError(problems) from None
 
     @classmethod
