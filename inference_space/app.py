@@ -21,8 +21,7 @@ def main() -> None:
     os.umask(0o077)  # files, and the sockets of vLLM's engine in /tmp, are for this user alone
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))
-    problems = find_problems(os.environ) if "SPACE_ID" in os.environ else {}
-    if problems:
+    if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):
         log.error("replica: %s", SETUP.sentence(problems))
         return listen(SETUP.app(problems), *Settings.listen_address(os.environ))
     try:

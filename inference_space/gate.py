@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -93,7 +93,6 @@ class Gate:
         lanes: The limits by the names in `Route.lane`. A lane that is missing has no limit.
         readers: The objects that check bodies, by the names in `Route.body`.
         open_inference: Keyed routes need no key. Capacity is still reserved for requests with the key.
-        rate: The rate limit of visitors.
     """
 
     def __init__(
@@ -232,10 +231,9 @@ class Completions:
     def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
         """The body, unchanged, and how many completions it asks for. Raises `ValueError` if vLLM must not get
         it, and `HTTPException` if the client must wait."""
-        try:
+        asked = None
+        with suppress(ValueError, RecursionError):
             asked = json.loads(body)  # as vLLM reads it
-        except (ValueError, RecursionError):
-            asked = None
         if not isinstance(asked, dict):
             raise ValueError("the body must be a JSON object")
         for name, value in asked.items():
@@ -319,12 +317,9 @@ def compile_ms(grammars: list[Any]) -> float:
 
 
 MAX_TEXT = 1024  # characters of an event's value
-_NO_CALL = "the request is not one of the dashboard's events, or its page is out of date: reload the page"
 
 
-class _Call(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Call(BaseModel, strict=True):
     fn_index: int
     data: list[Annotated[str, Field(max_length=MAX_TEXT)] | None]
     session_hash: str = Field(pattern=r"^[A-Za-z0-9_]{1,40}$")
@@ -343,10 +338,10 @@ class DashboardCalls:
 
     def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
         """The call with its known fields only. Raises `ValueError` if it is not a call of an event."""
-        try:
+        with suppress(ValidationError):
             call = _Call.model_validate_json(body)
-        except ValidationError:
-            raise ValueError(_NO_CALL) from None
-        if self.events.get(call.fn_index) != len(call.data):
-            raise ValueError(_NO_CALL)
-        return call.model_dump_json().encode(), 1
+            if self.events.get(call.fn_index) == len(call.data):
+                return call.model_dump_json().encode(), 1
+        raise ValueError(
+            "the request is not one of the dashboard's events, or its page is out of date: reload the page"
+        )

@@ -123,21 +123,18 @@ def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: SpaceFollower) -
                 await send(message)
 
         if scope["type"] != "http" or INFERENCE.get(scope["path"]) != scope["method"]:
-            await app(scope, receive, send)
-        elif follower.serving is None or vllm.app is None:
+            return await app(scope, receive, send)
+        if follower.serving is None or vllm.app is None:
             reason = f"no version is served yet: {follower.status().state}"
-            await _unavailable(reason)(scope, receive, send)
         else:
             await vllm.app(scope, receive, unless_dead)
-        if died:  # the engine died during this request, so the client should try again
-            await _unavailable("vLLM is being restarted")(scope, receive, send)
+            if not died:
+                return None
+            reason = "vLLM is being restarted"  # it died during this request
+        refusal = HTTPException(503, f"{reason}; try again in a moment", {"Retry-After": "1"})
+        return await openai_error(refusal, "unavailable")(scope, receive, send)
 
     return answer
-
-
-def _unavailable(reason: str) -> ASGIApp:
-    refusal = HTTPException(503, f"{reason}; try again in a moment", {"Retry-After": "1"})
-    return openai_error(refusal, "unavailable")
 
 
 def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:

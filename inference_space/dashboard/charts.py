@@ -41,8 +41,7 @@ class Axis:
         found, low, high = np.array([*values], np.float64), self.low, self.high
         if self.log:
             found, low, high = np.log10(np.maximum(found, low)), math.log10(low), math.log10(high)
-        places: list[float] = np.clip((found - low) / (high - low), 0, 1).tolist()
-        return places
+        return [float(place) for place in np.clip((found - low) / (high - low), 0, 1)]
 
     @property
     def labels(self) -> list[tuple[float, str]]:
@@ -147,7 +146,6 @@ def charts(run: Progress) -> dict[str, Chart]:
     sizes = [full, *_filled("delta", curves["deltas"]), Mark("dots", "anchor", curves["anchors"])]
     rates = [Mark("line", "good", smooth(curves["solved"])), Mark("line", "bad", smooth(curves["invalid"]))]
     games = [Mark("dots", "faint", curves["solved"]), *rates]
-    lags = [Mark("dots", css, replica.lags) for css, replica in replicas]
     pauses = [Mark("dots", "pause", curves["pauses"])]
     saved = _filled("delta", curves["saved"])
     number, share = partial(linear, words="{:.2g}".format), partial(linear, words=percent, zero=True)
@@ -161,7 +159,7 @@ def charts(run: Progress) -> dict[str, Chart]:
         ),
         "payload": fitted(sizes, _VERSIONS, size),
         "solved": fitted(games, _STEPS, share),
-        "lags": fitted(lags, _VERSIONS, time),
+        "lags": fitted([Mark("dots", css, replica.lags) for css, replica in replicas], _VERSIONS, time),
         "saved": fitted(saved, _VERSIONS, partial(linear, words=size_text, zero=True)),
         "staleness": fitted(_filled("share", curves["staleness"]), _STEPS, partial(number, zero=True)),
         "pauses": fitted(pauses, _VERSIONS, partial(logarithmic, words=lambda ms: time_text(ms / 1000))),

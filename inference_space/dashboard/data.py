@@ -173,14 +173,12 @@ class RunCache:
         self._lookups = asked, self._lookups[1] + 1 if asked == self._lookups[0] else 1
         if not wanted or self._lookups[1] > _DIGEST_TRIES:  # a replica may name a version that never was
             return
-        oldest = 0
         for manifest in islice(run.versions(), _DIGESTS_BACK):
-            oldest = manifest.version
-            if oldest in wanted:
-                digests[oldest] = manifest.digest
-            if oldest <= min(wanted):
+            if manifest.version in wanted:
+                digests[manifest.version] = manifest.digest
+            if manifest.version <= min(wanted):
                 return
-        digests.update((version, None) for version in wanted if version < oldest)  # too far back: give up
+        digests.update((version, None) for version in wanted - digests.keys())  # too far back: give up
 
 
 def newest_run(bucket: Bucket) -> RunInfo | None:

@@ -25,7 +25,7 @@ from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from delta_weight_sync.errors import BucketError, CodecError, ProtocolError
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.store import Bucket
 from inference_space.dashboard import data, views
 from inference_space.dashboard.charts import charts, timeline
@@ -95,8 +95,7 @@ def body(run: Progress, view: data.RunView | None = None) -> Markup:
 
 def first_paint(view: data.RunView, *, owner: bool) -> Markup:
     """Render what a browser shows before Gradio's scripts have run. It leaves room for the slider."""
-    slider = view.progress is not None and view.progress.version > 1
-    return render_template("prerender.html", page=render(view), owner=owner, slider=slider)
+    return render_template("prerender.html", page=render(view), owner=owner, run=view.progress)
 
 
 def prerendered(app: ASGIApp, view: Callable[[], data.RunView], *, owner: bool) -> ASGIApp:
@@ -137,8 +136,7 @@ def insert(page: str, painted: str) -> str:
     before, opened, after = rest.partition("<gradio-app")
     if not (closed and opened) or _NAME in page:
         raise ValueError("Gradio's page is not the one that the dashboard was built for: use gradio==6.31.0")
-    first = (STATIC / "prerender.js").read_text()
-    ours = f"{painted}<script>{first}</script><script>{scripts()}</script>"
+    ours = f"{painted}<script>{(STATIC / 'prerender.js').read_text()}</script><script>{scripts()}</script>"
     return f"{head}<style>{styles()}</style>{closed}{before}{ours}{opened}{after}"
 
 
@@ -245,5 +243,4 @@ def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None
         return PlainTextResponse(str(fault), 429 if isinstance(fault, data.RateLimitError) else 404)
 
     app.include_router(routes)
-    for kind in (BucketError, ProtocolError, CodecError):
-        app.add_exception_handler(kind, sentence)
+    app.add_exception_handler(DeltaWeightSyncError, sentence)

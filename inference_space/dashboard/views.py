@@ -31,8 +31,6 @@ _MAX_CELLS, _MAX_REST = 20_000, 200  # sent to a browser: cells of the heat map;
 MAX_TENSORS = 2000  # tensors of an opened delta that the page lists
 _MAX_KINDS = 16  # folders of a run that are listed separately; the rest is listed together
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,6})\.(.+)")
-_DISTANCES = [(-FAR, f"≤ −{FAR}"), *((at, f"−{-at}") for at in range(1 - FAR, 0))]
-_DISTANCES += [*((at, f"+{at}") for at in range(1, FAR)), (FAR, f"≥ {FAR}")]
 _KINDS = ("", "anchors", "deltas", "jumps", "manifests", "log", "heads", "state")  # folders, in this order
 
 
@@ -116,9 +114,7 @@ def inside(delta: OpenedDelta) -> Markup:
 
         heat = {"layers": layers, "kinds": kinds, "low": low, "high": high, "place": place}
     rest = [(kind, cell) for (kind, layer), cell in cells.items() if layer is None][:_MAX_REST]
-    return render_template(
-        "inside.html", delta=delta, cells=cells, heat=heat, rest=rest, distances=_DISTANCES
-    )
+    return render_template("inside.html", delta=delta, cells=cells, heat=heat, rest=rest, far=FAR)
 
 
 def opened(manifest: Manifest, delta: OpenedDelta, *, served: bool) -> Markup:

@@ -149,7 +149,6 @@ class _Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Make the connection the newest visitor, unless its client has the key."""
         if not self._known and not self.transport.is_closing():
             self._join_visitors()
         super().on_response_complete()
