@@ -6,39 +6,21 @@ likelier it moves. Encoding `fast` stores the distance from each change to the n
 bytes. One reader reads both.
 """
 
-from delta_weight_sync.codec._file import Delta, Encoding, TensorRow, encode, header_size, merged
-from delta_weight_sync.codec._patch import (
-    ULP_CLASSES,
-    Bits,
-    Index,
-    Patch,
-    apply,
-    count_ulps,
-    diff,
-    diff_flat,
-    inverse,
-    join,
-    merge,
-)
-from delta_weight_sync.codec.groups import Decoded
-
-__all__ = [
-    "ULP_CLASSES",
-    "Bits",
-    "Decoded",
-    "Delta",
-    "Encoding",
-    "Index",
-    "Patch",
-    "TensorRow",
-    "apply",
-    "count_ulps",
-    "diff",
-    "diff_flat",
-    "encode",
-    "header_size",
-    "inverse",
-    "join",
-    "merge",
-    "merged",
-]
+from delta_weight_sync.codec._file import Delta as Delta
+from delta_weight_sync.codec._file import Encoding as Encoding
+from delta_weight_sync.codec._file import TensorRow as TensorRow
+from delta_weight_sync.codec._file import encode as encode
+from delta_weight_sync.codec._file import header_size as header_size
+from delta_weight_sync.codec._file import merged as merged
+from delta_weight_sync.codec._patch import ULP_CLASSES as ULP_CLASSES
+from delta_weight_sync.codec._patch import Bits as Bits
+from delta_weight_sync.codec._patch import Index as Index
+from delta_weight_sync.codec._patch import Patch as Patch
+from delta_weight_sync.codec._patch import apply as apply
+from delta_weight_sync.codec._patch import count_ulps as count_ulps
+from delta_weight_sync.codec._patch import diff as diff
+from delta_weight_sync.codec._patch import diff_flat as diff_flat
+from delta_weight_sync.codec._patch import inverse as inverse
+from delta_weight_sync.codec._patch import join as join
+from delta_weight_sync.codec._patch import merge as merge
+from delta_weight_sync.codec.groups import Decoded as Decoded
