@@ -9,7 +9,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,7 @@ class Hub:
         """An event comes within `event_s` seconds; a share `lost` of them never comes."""
         self.clock, self.limits, self._rng, self._event_s, self._lost = clock, limits, rng, event_s, lost
         self.objects: dict[str, tuple[bytes, store.ObjectInfo]] = {}
+        self.uploaded: dict[str, bytes] = {}  # not yet stored under their keys
         self.kinds = Counter[tuple[str, str]]()  # (role, request) -> how many
         self.windows = Counter[tuple[int, str]]()  # (window, quota) -> requests, also refused ones
         self.received = Counter[str]()  # role -> bytes that came from the store
@@ -174,8 +175,24 @@ class SimBucket(store.Bucket):
             return
         raise errors.BucketUnreachableError("the Hub gave no answer after several tries")
 
-    def put_all(self, objects: Sequence[tuple[str, bytes | Path]], _: object = None) -> None:
+    def upload(self, key: str, data: bytes) -> str:
+        """One upload. Keeps the content until `put_all`."""
+        self._upload([(key, data)])
+        self.hub.uploaded[key] = data
+        return key
+
+    def put_all(
+        self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
+    ) -> None:
         """One upload, one request."""
+        self._upload(objects)
+        self.request("POST /api/buckets/.../batch", "api")
+        for key in receipts or ():
+            self.hub.keep(key, self.hub.uploaded.pop(key))
+        for key, data in objects:
+            self.hub.keep(key, data if isinstance(data, bytes) else stand_in(data))
+
+    def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         size = sum(store.size_of(data) for _, data in objects)
         blocks, more = max(1, math.ceil(size / BLOCK)), self.hub.kinds
         self.sent += size
@@ -189,9 +206,6 @@ class SimBucket(store.Bucket):
             self.request(name, "storage", size if name.startswith("PUT") else 0.0)
             more[self.role, name] += blocks - 1
         self.request("POST /cas/v2/shards", "storage")
-        self.request("POST /api/buckets/.../batch", "api")
-        for key, data in objects:
-            self.hub.keep(key, data if isinstance(data, bytes) else stand_in(data))
 
     def get(self, key: str) -> bytes:
         """By its URL."""

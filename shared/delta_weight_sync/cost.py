@@ -26,7 +26,7 @@ import numpy as np
 
 from delta_weight_sync import util
 from delta_weight_sync.reader import SIDE_BY_SIDE
-from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, POLL_S, STRIDES
+from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, MAX_PARTS, POLL_S, STRIDES
 from delta_weight_sync.store import DIRECT, SMALL
 from delta_weight_sync.store.notifications import SAFETY_S
 
@@ -230,20 +230,22 @@ class Plan:
         # One sync.
         changes, decode = self.changes, DECODE[asked.encoding]
         self.diff_s = DIFF[asked.trainer].seconds(params) / ranks
-        self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / ranks
-        # All ranks upload their parts, over the links of their machines; then rank 0 the manifest.
-        self.uploads = PUBLISHING["all"] + (PUBLISHING_PART["all"] if ranks > 1 else 0)
-        self.upload_s = min(ranks, PER_MACHINE) * self.delta / ranks / link + self.uploads * asked.latency
+        parts = min(ranks, MAX_PARTS)
+        self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / parts
+        # The owners upload their parts, over the links of their machines; then rank 0 the manifest.
+        self.uploads = PUBLISHING["all"] + (PUBLISHING_PART["all"] if parts > 1 else 0)
+        on_one = math.ceil(parts / self.trainer_machines)
+        self.upload_s = on_one * self.delta / parts / link + self.uploads * asked.latency
 
         def later(size: float) -> tuple[int, int, int]:
-            return next((more for above, more in _LATER if size / ranks > above), (0, 0, 0))
+            return next((more for above, more in _LATER if size / parts > above), (0, 0, 0))
 
         further, files, api = later(self.delta)
         self.fetches, self.notification_s = TAKING_IN_TURN + further, POLL_S / 2
 
         def taken(size: float, changed: float) -> tuple[float, float, float]:
-            wait_s, rounds = later(size)[0] * asked.latency, math.ceil(ranks / SIDE_BY_SIDE)
-            parts_s = max(wait_s + size / link, rounds * (wait_s + size / ranks / link))
+            wait_s, rounds = later(size)[0] * asked.latency, math.ceil(parts / SIDE_BY_SIDE)
+            parts_s = max(wait_s + size / link, rounds * (wait_s + size / parts / link))
             place_s = DIGEST.seconds(params) + PLACE.seconds(params, changed)
             stage_s = decode.seconds(params, changed) / self.threads + place_s / self.replica_workers
             commit_s = COMMIT.seconds(params, changed) / self.replica_workers
@@ -267,7 +269,7 @@ class Plan:
         # A replica that joins late, before it stages. It fetches and applies one file after another.
         def deltas_s(versions: float) -> float:
             size, changed, files = recipe.after_anchor(versions)
-            requests_s = files * ranks * (further or _LATER[-1][1][0]) * asked.latency
+            requests_s = files * parts * (further or _LATER[-1][1][0]) * asked.latency
             decode_s = decode.seconds(params, changed) / self.threads
             return requests_s + size / link + decode_s + APPLY.seconds(params, changed)
 
@@ -282,11 +284,12 @@ class Plan:
         self.copy_state_s = COPY_STATE[asked.trainer].seconds(params) / ranks
         self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * links / 10)
         self.stored_hour, self.egress_hour = self.published_hour * stored, fetched_hour * self.delta
-        self.mirror = (2 - 1 / ranks) * self.full / ranks  # own tensors, and own blocks of others' tensors
+        # Own tensors, and own blocks of others' tensors.
+        self.mirror = self.full / parts + self.full / ranks * (1 - 1 / parts)
 
         def requests(kind: str, more: int) -> float:
-            made = PUBLISHING[kind] + (ranks if ranks > 1 else 0) * PUBLISHING_PART[kind]
-            taken = TAKING[kind] + (ranks - 1) * TAKING_PART[kind] + ranks * more
+            made = PUBLISHING[kind] + (parts if parts > 1 else 0) * PUBLISHING_PART[kind]
+            taken = TAKING[kind] + (parts - 1) * TAKING_PART[kind] + parts * more
             per_hour = self.published_hour * made + fetched_hour * taken
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
@@ -299,7 +302,7 @@ class Plan:
         self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # for one day's bytes
 
         # The same with full checkpoints.
-        publish_s = SAVE.seconds(params) / ranks + self.anchor_s
+        publish_s = SAVE.seconds(params) / parts + self.anchor_s
         load_s = self.full / link + LOAD.seconds(params)
         self.full_s = publish_s + self.notification_s + load_s
         self.full_versions_hour = _HOUR_S / max(publish_s, POLL_S + load_s)

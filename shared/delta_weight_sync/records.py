@@ -34,6 +34,7 @@ from delta_weight_sync.store import file_sha256
 FORMAT: Final = "delta-weight-sync/2"
 POLL_S: Final = 1.0  # usual seconds between two requests for HEAD
 MAX_ASSETS: Final = 1024  # files of one anchor
+MAX_PARTS: Final = 64  # parts of a delta that a trainer writes
 MAX_REFS: Final = 1 << 14  # files of deltas, and of jumps, that one manifest names
 LARGEST: Final = 1e15  # the largest number that a log event may report, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans

@@ -10,7 +10,7 @@ from typing import get_args
 
 from delta_weight_sync import cost
 from delta_weight_sync.cost import Plan, Question
-from delta_weight_sync.records import POLL_S, STRIDES
+from delta_weight_sync.records import MAX_PARTS, POLL_S, STRIDES
 from delta_weight_sync.util import count_text, size_text, time_text
 
 _SCALES = {"%": 1e-2, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -72,8 +72,9 @@ def _assumptions(plan: Plan) -> list[str]:
     further, polls = plan.fetches - cost.TAKING_IN_TURN, cost.WINDOW_S / POLL_S
     gpu, ranks = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB", plan.trainer_ranks
     machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
-    made = cost.PUBLISHING["all"] + (ranks if ranks > 1 else 0) * cost.PUBLISHING_PART["all"]
-    taken = cost.TAKING["all"] + (ranks - 1) * cost.TAKING_PART["all"] + ranks * further
+    parts = min(ranks, MAX_PARTS)
+    made = cost.PUBLISHING["all"] + (parts if parts > 1 else 0) * cost.PUBLISHING_PART["all"]
+    taken = cost.TAKING["all"] + (parts - 1) * cost.TAKING_PART["all"] + parts * further
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
 the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight; its ranks: {asked.ranks or gpu}

@@ -29,6 +29,7 @@ from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CodecError, PeerError
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place
+from delta_weight_sync.records import MAX_PARTS
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 _TIMEOUT = datetime.timedelta(hours=2)  # other ranks wait while rank 0 uploads the base and awaits a replica
@@ -39,12 +40,13 @@ class Owners(dict[str, int]):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self._loads = [0] * ranks  # elements that each rank owns
+        parts = min(ranks, MAX_PARTS)  # if ranks are more, owners are spread over all machines
+        self._loads = {number * ranks // parts: 0 for number in range(parts)}  # elements that a rank owns
 
     def of(self, name: str, shape: Sequence[int]) -> int:
-        """The owner. A new name goes to the rank that owns the fewest elements."""
+        """The owner. A new name goes to the owner of the fewest elements."""
         if name not in self:
-            self[name] = self._loads.index(min(self._loads))
+            self[name] = min(self._loads, key=self._loads.__getitem__)
             self._loads[self[name]] += math.prod(shape)
         return self[name]
 
