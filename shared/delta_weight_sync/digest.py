@@ -46,6 +46,15 @@ INNER: NDArray[np.uint32] = _mix(np.arange(BLOCK, dtype=np.uint64)).astype(np.ui
 
 
 @kernel
+def _hash_block(bits: Bits, factors: NDArray[np.uint32]) -> np.uint64:
+    """Hash a part of one block. Pass slices, because numba vectorises only a loop that begins at index 0."""
+    total = np.uint64(0)
+    for j in range(bits.size):
+        total += np.uint64(factors[j]) * np.uint64(bits[j])
+    return total
+
+
+@kernel
 def hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint64) -> np.uint64:
     """Digest of flat bits that begin at position `first` of their tensor."""
     total = np.uint64(0)
@@ -53,10 +62,7 @@ def hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint6
     while at < bits.size:
         offset = (first + at) % BLOCK
         length = min(BLOCK - offset, bits.size - at)
-        block = np.uint64(0)
-        part, factors = bits[at : at + length], inner[offset : offset + length]
-        for j in range(length):  # over slices, because numba vectorises only a loop that begins at index 0
-            block += np.uint64(factors[j]) * np.uint64(part[j])
+        block = _hash_block(bits[at : at + length], inner[offset : offset + length])
         total += outer(seed, np.uint64((first + at) // BLOCK)) * block
         at += length
     return total

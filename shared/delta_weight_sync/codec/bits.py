@@ -38,12 +38,17 @@ def rice_k(numbers: Numbers) -> tuple[int, int]:
     guess = 0
     while guess < MAX_K and (numbers.size << (guess + 1)) < total:
         guess += 1
+    first, last = max(guess - 1, 0), min(guess + 1, MAX_K)
+    one, two, three = np.uint64(0), np.uint64(0), np.uint64(0)  # sums of the quotients of three parameters
+    for number in numbers:
+        quotient = np.uint64(number) >> np.uint64(first)
+        one += quotient
+        two += quotient >> np.uint64(1)
+        three += quotient >> np.uint64(2)
     best_k, best_bits = 0, np.int64(-1)
-    for k in range(max(guess - 1, 0), min(guess + 1, MAX_K) + 1):
-        bits = np.int64(numbers.size) * (k + 1)
-        for number in numbers:
-            bits += np.int64(np.uint64(number) >> np.uint64(k))
-        if best_bits < 0 or bits < best_bits:
+    for k, quotients in ((first, one), (first + 1, two), (first + 2, three)):
+        bits = np.int64(numbers.size) * (k + 1) + np.int64(quotients)
+        if k <= last and (best_bits < 0 or bits < best_bits):
             best_k, best_bits = k, bits
     return best_k, int(best_bits)
 
@@ -265,7 +270,16 @@ def finished(state: State) -> bool:
     return bool((state[LEFT] == 0).all() and (state[RUN] > FAR >> 1).all())
 
 
+@kernel
 def _others(runs: Numbers, total: int) -> Numbers:
     """For each item that is not an event: the number of events directly before it."""
-    items = total - runs.size
-    return np.bincount(runs.cumsum(), minlength=items)[:items]
+    out = np.zeros(total - runs.size, np.int64)
+    at, events = 0, 0
+    for run in runs:
+        if run > 0:
+            out[at] = events
+            at, events = at + run, 0
+        events += 1
+    if at < out.size:
+        out[at] = events
+    return out

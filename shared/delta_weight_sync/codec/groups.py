@@ -352,8 +352,7 @@ def _least_bytes(mode: Mode, patches: Sequence[Patch]) -> int:
 
 def _other_modes(patch: Patch) -> list[Mode]:
     """Which of the modes `mask`, `dense` and `raw` may be the smallest for a tensor."""
-    changes, neighbours = patch.index.size, int(np.count_nonzero(np.diff(patch.index) == 1))
-    density, share = changes / patch.numel, neighbours / changes
+    density, share = patch.index.size / patch.numel, positions.neighbours(patch.index) / patch.index.size
     worth: dict[Mode, bool] = {
         "mask": density > 1 / 8 or share > _CLUSTERED * density + 0.05,
         "dense": density > 1 / 4,

@@ -129,6 +129,15 @@ def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
     return int(numel - 1 - before)
 
 
+@kernel
+def neighbours(index: Index) -> int:
+    """Count the changes whose preceding element changed, too."""
+    count = 0
+    for j in range(1, index.size):
+        count += index[j] == index[j - 1] + 1
+    return count
+
+
 def band_runs(
     olds: Sequence[Bits], indices: Sequence[Index], cut: Cut
 ) -> tuple[list[Index], list[int], Band]:
@@ -147,7 +156,9 @@ def band_runs(
 
 def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
     """Split `numbers` by band, and keep their order."""
-    return [numbers[np.flatnonzero(band_of == band)] for band in range(bands)]
+    out, ends = np.empty_like(numbers), np.zeros(bands, np.int64)
+    _place(numbers, band_of, ends, out)
+    return np.split(out, ends[:-1])
 
 
 @kernel
@@ -225,6 +236,19 @@ def _band_runs(
         for band in range(BANDS):
             carried[band] += totals[band]
             elements[band] += totals[band]
+
+
+@kernel
+def _place(numbers: Index, band_of: Band, ends: Index, out: Index) -> None:
+    """Write `numbers` to `out`, grouped by band. `ends` [bands], zeros at first, gets each group's end."""
+    for band in band_of:
+        ends[band] += 1
+    total = 0
+    for band in range(ends.size):
+        ends[band], total = total, total + ends[band]
+    for j in range(numbers.size):
+        out[ends[band_of[j]]] = numbers[j]
+        ends[band_of[j]] += 1
 
 
 @kernel
