@@ -51,8 +51,9 @@ class MissingExtraError(ConfigError, ImportError):
     """A package of an extra of this library is not installed."""
 
     def __init__(self, what: str, extra: str, error: ModuleNotFoundError) -> None:
-        install = f"pip install 'delta-weight-sync[{extra}]'"
-        super().__init__(f"{what} needs {error.name}, which is missing: run `{install}`")
+        super().__init__(
+            f"{what} needs {error.name}, which is missing: run `pip install 'delta-weight-sync[{extra}]'`"
+        )
 
 
 class CheckpointError(DeltaWeightSyncError, FileNotFoundError, kind="checkpoint"):

@@ -153,17 +153,19 @@ class RunLogWriter:
     def flush(self) -> None:
         """Write the newest segment, and start the next if it is full. Thread-safe."""
         with self._writing:
-            while True:
-                known = self._lines[:]  # other threads append meanwhile
-                sizes = itertools.accumulate(len(line) + 1 for line in known[:SEGMENT])
-                count = sum(size <= SEGMENT_BYTES for size in sizes)  # events that fit into one segment
-                if count > self._written:
-                    self._bucket.put(self._keys.segment(self._segment), b"\n".join(known[:count]))
-                    self._written = count
-                if count == len(known) < SEGMENT:
-                    return
-                del self._lines[:count]
+            while full := self._write_segment():
+                del self._lines[:full]
                 self._segment, self._written = self._segment + 1, 0
+
+    def _write_segment(self) -> int:
+        """Write the newest segment if it has new events. Returns its number of events if full, else 0."""
+        known = self._lines[:]  # other threads append meanwhile
+        sizes = itertools.accumulate(len(line) + 1 for line in known[:SEGMENT])
+        count = sum(size <= SEGMENT_BYTES for size in sizes)  # events that fit into one segment
+        if count > self._written:
+            self._bucket.put(self._keys.segment(self._segment), b"\n".join(known[:count]))
+            self._written = count
+        return count if len(known) > count or count == SEGMENT else 0
 
     def _loop(self) -> None:
         failed = ""

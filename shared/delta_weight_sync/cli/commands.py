@@ -338,12 +338,15 @@ def _bisect(arguments: Arguments) -> None:
             if version == bad and verdict is not False:
                 raise CommandError(f"the newest version, {bad}, was not judged bad: there is nothing to find")
             if version == good and not verdict:
-                problem = f"the oldest version, {good}, was not judged good"
-                raise CommandError(f"{problem}: name a good version with --good")
+                raise CommandError(
+                    f"the oldest version, {good}, was not judged good: name a good version with --good"
+                )
             good, bad = version if verdict else good, version if verdict is False else bad
     if good + 1 < bad:
-        unknown = f"your command could not judge the versions before {bad} (exit code {_UNKNOWN})"
-        raise CommandError(f"the first bad version is in the range {good + 1} to {bad}: {unknown}")
+        raise CommandError(
+            f"the first bad version is in the range {good + 1} to {bad}: your command could not judge the"
+            f" versions before {bad} (exit code 125)"
+        )
     print(f"version {bad} is the first bad one; {len(verdicts)} versions were judged")
     place = printable(f"{reader.bucket.url}#{reader.keys.run}")
     print(f"to see what changed there: delta-weight-sync blame {place} --version {bad}")
@@ -355,8 +358,10 @@ def _judge(command: str, version: FollowedVersion) -> bool | None:
     if code in _NOT_STARTED:
         raise CommandError(f"--eval could not be started (exit code {code}): try it in a shell on a checkout")
     if not 0 <= code <= _UNKNOWN:
-        problem = f"--eval returned exit code {code} for version {version.version}"
-        raise CommandError(f"{problem}; expected 0 (good), 1 to 124 (bad) or 125 (unknown)")
+        raise CommandError(
+            f"--eval returned exit code {code} for version {version.version}; expected 0 (good), 1 to 124"
+            " (bad) or 125 (unknown)"
+        )
     return None if code == _UNKNOWN else code == 0
 
 

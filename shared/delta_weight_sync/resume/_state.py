@@ -91,8 +91,10 @@ class StateSaver:
         """Wait until no snapshot is being uploaded. Raises `TimeoutError`."""
         if self.thread:
             self.thread.join(timeout_s)
-        if self.thread and self.thread.is_alive():
-            raise TimeoutError(f"the state is not in the bucket after {timeout_s:.0f} s: check the network")
+            if self.thread.is_alive():
+                raise TimeoutError(
+                    f"the state is not in the bucket after {timeout_s:.0f} s: check the network"
+                )
 
     def _run(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         started = time.monotonic()
@@ -214,8 +216,9 @@ class FoundState:
                 raise StateError(f"{name} was saved with shape {shape}: train the model that was saved")
             if kind in _DTYPES and tensor.dtype != _DTYPES[kind]:
                 now, then = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, _DTYPES[kind]))
-                change = f"{name} was {then} when the state was saved and is {now}"
-                raise StateError(f"{change}: load the model in {then}")
+                raise StateError(
+                    f"{name} was {then} when the state was saved and is {now}: load the model in {then}"
+                )
         if strange := others.keys() ^ self._note["others"].keys():
             owner = "this trainer" if min(strange) in others else "the saved state"
             raise StateError(f"only {owner} has a {min(strange)}: restore with the objects that you saved")
@@ -260,8 +263,10 @@ def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Path) ->
         listed = list(usable_states(reader)) if peers.main else []
     for record, later in peers.exchange(listed)[0]:
         if (saved := len(record.ranks)) != peers.size:
-            problem = f"the state was saved by {saved} processes, and now there are {peers.size}"
-            raise StateError(f"{problem}: start the old number of processes")
+            raise StateError(
+                f"the state was saved by {saved} processes, and now there are {peers.size}:"
+                " start the old number of processes"
+            )
         with peers.fail_together():
             found = _fetched(reader, outbox, record, peers, folder)
         if all(peers.exchange(found is not None)):
@@ -270,9 +275,10 @@ def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Path) ->
     with peers.fail_together():
         newest = reader.newest() if peers.main else None
         if newest and newest.version > 0:
-            what = f"run {reader.keys.run!r} has versions up to {newest.version}, but no state to resume from"
-            fix = "start again from the base (`--fresh`), or from a checkout of the newest version"
-            raise StateError(f"{what}: {fix}")
+            raise StateError(
+                f"run {reader.keys.run!r} has versions up to {newest.version}, but no state to resume from:"
+                " start again from the base (`--fresh`), or from a checkout of the newest version"
+            )
     if newest := peers.exchange(newest)[0]:
         outbox.repeated = RepeatedSyncs({newest.sync: newest.digest})
     return None

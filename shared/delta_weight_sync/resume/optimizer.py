@@ -129,8 +129,10 @@ def put_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.
 def to_host(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Copy this rank's part of `tensor` to the host. Raises `StateError` for a special tensor type."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, DTensor) or tensor.dtype not in _DTYPES:
-        problem = f"{what} is a {type(tensor).__name__} of {tensor.dtype}, which a state cannot hold"
-        raise StateError(f"{problem}; use an optimizer that keeps plain tensors, or train without states")
+        raise StateError(
+            f"{what} is a {type(tensor).__name__} of {tensor.dtype}, which a state cannot hold; use an"
+            " optimizer that keeps plain tensors, or train without states"
+        )
     own = local(tensor).detach()
     return _from_gpu(own) if own.is_cuda else own.clone(memory_format=torch.contiguous_format)
 
@@ -197,15 +199,18 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _require_same(optimizer: torch.optim.Optimizer, note: Any) -> None:
     now, then = _settings(optimizer), note["groups"]
     if [group["params"] for group in now] != [group["params"] for group in then]:
-        problem = "the optimizer has other parameters than the saved state"
-        raise StateError(f"{problem}: train the same ones, or start again")
+        raise StateError(
+            "the optimizer has other parameters than the saved state: train the same ones, or start again"
+        )
     kinds = {"class": note["kind"]}, {"class": _kind(optimizer)}
     for old, new in (kinds, *zip(then, now, strict=True)):
         for key in sorted((old.keys() | new.keys()) - set(_MOVES)):
             was, is_now = old.get(key), new.get(key)
             if was != is_now:
-                problem = f"the optimizer's {key} was {was} when the state was saved and is {is_now}"
-                raise StateError(f"{problem}: set it to {was}, or start again")
+                raise StateError(
+                    f"the optimizer's {key} was {was} when the state was saved and is {is_now}: set it to"
+                    f" {was}, or start again"
+                )
 
 
 def _onto(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
