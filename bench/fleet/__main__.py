@@ -29,14 +29,14 @@ STANDARD = {  # name and account -> what is simulated
 CHANGED = {  # the third scenario with one thing changed, and the fourth with few replicas
     "235B, 128 replicas": BIG,
     "no events": replace(BIG, events=False),
-    "no events, a Team's limits enforced": replace(BIG, events=False, limits=ACCOUNTS["Team"]),
     "one event in five is lost": replace(BIG, lost=0.2),
     "the Hub is down for 5 minutes": replace(BIG, outage=(10, 300)),
     "20 replicas die per hour": replace(BIG, deaths_hour=20, minutes=60),
-    "a step every 30 s, a Team's limits enforced": replace(BIG, step_s=30, limits=ACCOUNTS["Team"]),
+    "8 replicas, a Team's limits enforced": replace(BIG, replicas=8, limits=ACCOUNTS["Team"]),
+    "16 replicas, a Team's limits enforced": replace(BIG, replicas=16, limits=ACCOUNTS["Team"]),
     "8 ranks instead of 48": replace(BIG, ranks=8),
-    "10^12, 16 replicas": replace(HUGE, replicas=16, minutes=240),
-    "8 ranks instead of 64": replace(HUGE, replicas=16, minutes=240, ranks=8),
+    "10^12, 16 replicas": replace(HUGE, replicas=16, minutes=60),
+    "8 ranks instead of 64": replace(HUGE, replicas=16, minutes=60, ranks=8),
 }
 
 
