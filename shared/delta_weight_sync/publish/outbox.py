@@ -394,11 +394,12 @@ class Outbox:
         put, writer = functools.partial(self._writer.put_delta, version, self._encoded, changed), self._writer
         some = changed or self._peers.main  # other ranks leave out an empty part
         part = self._until_stored(version, put, put) if some else None
-        stored = self._others.exchange((part, self._writer.receipts, self._writer.bucket.sent))
+        lacks = bool(some) and part is None  # this outbox was closed first
+        stored = self._others.exchange((part, lacks, self._writer.receipts, self._writer.bucket.sent))
         news: tuple[Manifest, bool] | None = None
-        if isinstance(writer, RunWriter):
+        if isinstance(writer, RunWriter) and not any(lacking for _, lacking, *_ in stored):
             delta = [part for part, *_ in stored if part]
-            writer.receipts = dict(itertools.chain(*(receipts.items() for _, receipts, _ in stored)))
+            writer.receipts = {key: said for *_, said_by, _ in stored for key, said in said_by.items()}
             commit = functools.partial(self._commit, writer, job, delta, None)
             manifest = self._until_stored(version, commit, writer.confirm)
             if manifest and writer.anchor_is_due():
