@@ -178,8 +178,8 @@ def test_each_rank_publishes_a_part_and_plan_predicts_lag_and_requests():
     assert sum(part.size for part in parts) == pytest.approx(asked.delta_bytes(1), rel=0.01)
     plan = Plan(Question(8 * 10**9, 0.01, 4, 1e9, steps_per_hour=60, cores=8, ranks=12))
     assert one.lag == pytest.approx(plan.hand_over_to_serving_s, rel=0.1)
-    batches, per_version = one.fleet.hub.kinds["trainer", "POST /api/buckets/.../batch"], 12
-    assert batches == pytest.approx(per_version * one.versions, rel=0.2), "jumps and the log, too"
+    batches = one.fleet.hub.kinds["trainer", "POST /api/buckets/.../batch"]
+    assert one.versions <= batches < 4 * one.versions, "one for all parts; jumps and the log, too"
     taken = one.fleet.hub.kinds["replica", "GET /cas/v2/reconstructions"] / 4 / one.versions
     assert taken == pytest.approx(12, rel=0.05) if parts[0].size > DIRECT else taken == 0
     alone = Figures(Fleet(replace(asked, ranks=1)).run())
