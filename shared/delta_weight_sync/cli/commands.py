@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -382,13 +382,8 @@ def _follow(arguments: Arguments) -> None:
     Ctrl-C ends the command with exit code 130, SIGTERM with 0.
     """
     into, once = arguments.into, arguments.once
-    codes: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
-    with ExitStack() as stack:
-        for sign in codes:  # `SystemExit` also ends a running command
-            before = signal.signal(sign, lambda got, _: sys.exit(codes[got]))
-            stack.callback(signal.signal, sign, before)
-        following = follow(_opened(arguments), into, once=once, on_error=_complain)
-        for version in stack.enter_context(following):
+    with _ended_by_signals(), follow(_opened(arguments), into, once=once, on_error=_complain) as versions:
+        for version in versions:
             try:
                 _announce(version, into, arguments.on_version)
             except (CommandError, OSError) as error:
@@ -411,6 +406,18 @@ def _announce(version: FollowedVersion, into: Path, command: str) -> None:
 
 def _complain(error: Exception) -> None:
     print(f"delta-weight-sync follow: {printable(str(error))}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """While the block runs, Ctrl-C and SIGTERM raise `SystemExit`, which also ends a running command."""
+    codes: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
+    before = {sign: signal.signal(sign, lambda got, _: sys.exit(codes[got])) for sign in codes}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def _gc(arguments: Arguments) -> None:
