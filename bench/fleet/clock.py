@@ -260,6 +260,12 @@ class Executor:
     def __init__(self, clock: Clock, threads: int, name: str = "") -> None:
         self._clock, self._free, self._queue = clock, threads, deque[tuple[Future, Work]]()
 
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """As in `ThreadPoolExecutor`, once all work is done."""
+
     def submit(self, work: Callable[..., Any], *args: Any) -> Future:
         """As in `ThreadPoolExecutor`."""
         future = Future(self._clock)

@@ -205,12 +205,15 @@ class RunReader:
 
     def fetch_all(self, refs: Iterable[FileRef], folder: Path) -> list[Path]:
         """Like `fetch`, several files at a time. Returns the paths in the order of `refs`."""
-        coming = [self._pool.submit(self.fetch, ref, folder) for ref in refs]
-        try:
-            return [path.result() for path in coming]
-        finally:
-            for path in coming:  # after an error, begin no further file
-                path.cancel()
+        if len(wanted := [*refs]) < 2:
+            return [self.fetch(ref, folder) for ref in wanted]
+        with ThreadPoolExecutor(SIDE_BY_SIDE, "fetch") as pool:  # its threads end with the fetch
+            coming = [pool.submit(self.fetch, ref, folder) for ref in wanted]
+            try:
+                return [path.result() for path in coming]
+            finally:
+                for path in coming:  # after an error, begin no further file
+                    path.cancel()
 
     def fetch_anchor(self, anchor: AnchorRef, folder: Path) -> None:
         """Fetch an anchor's files, the small ones first: if one is damaged, no weights are fetched.
