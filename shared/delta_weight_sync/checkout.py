@@ -267,8 +267,7 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         """The version that `current` leads to, or None if its files are not exactly what was published."""
         try:
             manifest = parse(Manifest, (self._current / RECORD).read_bytes(), RECORD)
-            small = (ref for ref in manifest.anchor.files if ref not in manifest.anchor.weights)
-            if not all(ref.is_in(self._current / ref.name) for ref in small):
+            if not all(ref.is_in(self._current / ref.name) for ref in manifest.anchor.small):
                 return None
             require_digest(map_folder(self._current), manifest)
         except (OSError, errors.ProtocolError, SafetensorError):

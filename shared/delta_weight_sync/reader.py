@@ -230,7 +230,7 @@ class RunReader:
         for path in folder.glob("model*.safetensors*"):  # the index is one of them
             if path.name not in names:
                 path.unlink()
-        self.fetch_all((ref for ref in anchor.files if ref not in anchor.weights), folder)
+        self.fetch_all(anchor.small, folder)
         self.fetch_all(anchor.weights, folder)
 
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:

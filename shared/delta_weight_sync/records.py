@@ -139,7 +139,7 @@ def version_key(key: str) -> VersionKey | None:
     return VersionKey(int(match[3]), match[4], int(match[2]), match[1]) if match else None
 
 
-def part_of(delta: DeltaRef) -> str:
+def part_suffix(delta: DeltaRef) -> str:
     """What distinguishes the key of a part from the keys of the other parts; "" for a delta in one file."""
     match = _RANK.search(delta.key)
     return match[1] if match else ""
@@ -258,6 +258,11 @@ class AnchorRef(Record):
     def weights(self) -> tuple[FileRef, ...]:
         """The files that hold weights."""
         return tuple(file for file in self.files if file.name.endswith(".safetensors"))
+
+    @property
+    def small(self) -> tuple[FileRef, ...]:
+        """The other files: config, tokenizer, index."""
+        return tuple(file for file in self.files if not file.name.endswith(".safetensors"))
 
     @model_validator(mode="after")
     def _one_of_each_name(self) -> Self:

@@ -10,7 +10,7 @@ from time import monotonic
 
 from delta_weight_sync.errors import NoVersionError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Problems, RunReader, went_back
-from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head_writer, part_of
+from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head_writer, part_suffix
 
 FIRST_S = 1.0  # wait after the first failure; each further failure doubles it
 LONGEST_S = 600.0
@@ -171,7 +171,7 @@ class Watcher:
         folder = self._reader.bucket.url.startswith("file:")
         if self._newest and not folder and (writer := head_writer(self._key)):
             keys, first = self._reader.keys, self._newest.version + 1
-            parts, ends = [*map(part_of, self._newest.delta)] or [""], min(version, first + _AHEAD) + 1
+            parts, ends = [*map(part_suffix, self._newest.delta)] or [""], min(version, first + _AHEAD) + 1
             deltas = [keys.delta(each, writer, part) for each in range(first, ends) for part in parts]
             self._reader.fetch_ahead([*others, keys.manifest(version, writer), *deltas])
 

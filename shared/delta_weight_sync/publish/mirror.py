@@ -99,9 +99,6 @@ class Mirror:
         self._reachable: set[str] = set()  # parameters whose mirror the GPU kernels can read
         self.digest = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._bits)
-
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter."""

@@ -35,7 +35,7 @@ from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.mirror import Mirror, Place
-from delta_weight_sync.publish.sharding import Owners, Peers, Shards, Weights, own_block, part_of, union
+from delta_weight_sync.publish.sharding import Owners, Peers, Shards, Weights, held_part, own_block, union
 from delta_weight_sync.publish.shortcuts import Published, Shortcuts, undone
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
@@ -289,7 +289,7 @@ class Outbox:
             by_name[name] = []
             if self.owners[name] == self._peers.rank:
                 if block := own_block(tensor, owner=True):
-                    own.add(part_of(name, tensor, block))
+                    own.add(held_part(name, tensor, block))
             elif first:
                 self._shards.begin(name, tensor)
             elif part := self._shards.part(name, tensor):

@@ -118,9 +118,9 @@ class Publisher:
             encoding = _allowed("encoding", options.get("encoding", "fast"), Encoding)
             keep = Keep.parse(limit) if (limit := options.get("keep")) else None
             untrained = self._open(url, base, options) if self._peers.main else None
-        opened = self._peers.exchange(self._writer and (self._writer.writer, self._writer.newest))[0]
         with contextlib.ExitStack() as stack, self._peers.fail_together():
             stack.push(self._resources.pop_all())
+            opened = self._peers.exchange(self._writer and (self._writer.writer, self._writer.newest))[0]
             if not self._writer:
                 (place, run), (_, trusted) = split_run(url), writer_keys(options.get("signing_key"))
                 self.reader = RunReader(open_bucket(place), run or DEFAULT_RUN, trusted)
@@ -138,7 +138,7 @@ class Publisher:
             )
             stack.enter_context(contextlib.closing(self._outbox))
             self._resources = stack.pop_all()
-        # A second group of processes: the background thread must not share the trainer's collectives.
+        # Another group of processes: the thread that uploads states must not share other collectives.
         others, every_s = Peers(alone=self._peers.size == 1), 60 * options.get("state_minutes", 5.0)
         self._saver = StateSaver(self.reader, others, self._outbox, self._writer, every_s)
 

@@ -109,7 +109,7 @@ class Shards:
         if name not in self._blocks or self._blocks[name] != block:
             raise CodecError(f"the sharding of {name} changed after the first sync: restart the trainer")
         # To the mirror, this block is a whole parameter.
-        return part_of(name, tensor, Block.whole(local(tensor).shape)) if block else None
+        return held_part(name, tensor, Block.whole(local(tensor).shape)) if block else None
 
     def keep(self, found: Found) -> list[Patch]:
         """Write what was found into the mirror. Returns it with positions in the whole tensors."""
@@ -121,7 +121,7 @@ class Shards:
         ]
 
 
-def part_of(name: str, tensor: torch.Tensor, block: Block) -> Part:
+def held_part(name: str, tensor: torch.Tensor, block: Block) -> Part:
     """What this rank holds of a parameter, which the mirror has at `block`."""
     return Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
 

@@ -91,9 +91,9 @@ class Shortcuts:
     """Makes jumps and anchors. The publishing thread calls `restart` and `add`, in the order of versions."""
 
     def __init__(self, writer: PartWriter, encoding: Encoding, keep: Keep | None) -> None:
-        """`keep`: how much of the run stays in the bucket (only for a `RunWriter`); None for everything."""
+        """`keep`: how much of the run stays in the bucket; None for everything. Only rank 0 deletes."""
         self._writer, self._encoding = writer, encoding
-        self._pruner = Pruner(writer.reader, keep) if keep else None
+        self._pruner = Pruner(writer.reader, keep) if keep and isinstance(writer, RunWriter) else None
         self._scratch = Scratch()
         self.folder = self._scratch.path
         self.path = self.folder / "newest"  # the copy; write the newest version here before `restart`
@@ -261,7 +261,7 @@ class Shortcuts:
 
     def _prune(self, newest: Manifest) -> None:
         """Prune. Leave room for an anchor and twice the bytes added between the last two prunings."""
-        if self._pruner is None or not isinstance(self._writer, RunWriter):
+        if self._pruner is None:
             return
         room = newest.full_bytes + 2 * self._came
         named, old = {file.key for file in newest.files}, newest.version - 2 * max(STRIDES)

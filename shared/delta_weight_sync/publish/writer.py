@@ -192,8 +192,7 @@ class RunWriter(PartWriter):
             files = [path for path in sorted(self.assets.iterdir()) if path.is_file()]
             self._asset_refs = [self._put_file(version, p) for p in files if p.suffix != ".safetensors"]
         elif self.newest and not self._asset_refs:
-            known = self.newest.anchor
-            self._asset_refs = [f for f in known.files if f not in known.weights and f.name != INDEX]
+            self._asset_refs = [file for file in self.newest.anchor.small if file.name != INDEX]
         table = []
         if self.index:
             with tempfile.TemporaryDirectory() as folder:

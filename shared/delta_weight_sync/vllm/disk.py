@@ -109,9 +109,8 @@ class Layout:
             shutil.rmtree(coming, ignore_errors=True)
             kept.rename(coming)
         remove_other_files(coming, anchor)
-        small = [ref for ref in anchor.files if ref not in anchor.weights]
-        self._reader.fetch_all(small, coming)
-        self._fetched += sum(ref.size for ref in small)
+        self._reader.fetch_all(anchor.small, coming)
+        self._fetched += sum(ref.size for ref in anchor.small)
         for other in self._anchors.iterdir():  # the disk may have no room for the weights of two anchors
             if other != coming:
                 shutil.rmtree(other)
