@@ -146,7 +146,7 @@ def test_a_state_dict_is_published_with_each_tied_weight_once(url, base, tmp_pat
 def test_a_base_that_the_policy_was_not_loaded_from_is_an_error(url, base, changes, config, sentence):
     """Otherwise a version would be a mixture of two models, or one that no server can load."""
     (base / "config.json").write_text(json.dumps({"tie_word_embeddings": True} | config))
-    weights = trained(base) | {name: torch.randn(shape) for name, shape in changes.items()}
+    weights = trained(base) | {name: torch.full(shape, 7.0) for name, shape in changes.items()}
     with pytest.raises(DeltaWeightSyncError, match=sentence), Publisher(url, base) as publisher:
         publisher.publish(weights.items())
     assert open_run(f"{url}#main").newest() is None
