@@ -9,7 +9,7 @@ from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.codec import Delta, Encoding
 from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
-from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.publish.writer import RunWriter, Stored
 from delta_weight_sync.records import DeltaRef
 from delta_weight_sync.store import open_bucket
 from tests.support.real_run import RUN, Drifting, SlowLink, is_built
@@ -176,6 +176,17 @@ def test_an_anchor_comes_before_a_manifest_names_too_many_deltas(tmp_path, versi
     jump = newest.deltas[0].model_copy(update={"base": 3, "version": version})
     writer.newest = newest.model_copy(update={"jumps": (jump,), "full_bytes": 1000})
     assert writer.anchor_is_due() == due
+
+
+def test_an_anchor_stays_ordered_until_all_ranks_have_tried_to_store_it(tmp_path):
+    """A jump to its version may be stored first; without this, each version would order another anchor."""
+    writer = RunWriter(open_bucket(f"file://{tmp_path}", create=True), "r", model="m", assets=None)
+    writer.ordered = 8
+    for stored in ([[Stored(0, 8, ())], [Stored(0, 8, ())]], [[Stored(None, 8, ())], []]):
+        writer.collect(stored)
+        assert writer.ordered == 8
+    writer.collect([[], [Stored(None, 8, None)]])
+    assert writer.ordered is None, "one rank could not store it: the next version may order another"
 
 
 def test_the_next_trainer_goes_on_with_jumps_of_its_own(run, tmp_path):

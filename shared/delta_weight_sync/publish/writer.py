@@ -223,7 +223,7 @@ class RunWriter(PartWriter):
                     del self._parts[base, version]  # a rank was behind, and made another jump
                 continue
             del self._parts[base, version]
-            if version == self.ordered:
+            if (base, version) == (None, self.ordered):
                 self.ordered = None
             if all(part.files is not None for _, part in found):
                 files = [file for _, part in found for file in part.files or ()]
