@@ -80,7 +80,8 @@ ROUTES = (
 # Only these headers reach the apps, so keys and tokens do not. Given an `Origin`, Gradio would answer with
 # CORS headers that let any site read the answer. The host is replaced, as a client can set it to anything.
 _PASSED_ON = frozenset(
-    b"accept accept-encoding accept-language content-type cookie if-none-match user-agent".split()
+    b"accept accept-encoding accept-language content-type cookie if-none-match user-agent"
+    b" x-policy-min-sync".split()
 )
 _HOST = (b"host", b"replica")
 

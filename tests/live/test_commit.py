@@ -82,6 +82,17 @@ def test_a_commit_that_fails_changes_nothing(trainer: Trainer, replica: Replica)
     assert not event["joined"]
 
 
+def test_a_request_that_needs_newer_weights_is_refused(trainer, replica):
+    replica.wait_for(trainer.publisher.version)
+    for sync, status in ((trainer.syncs, 200), (trainer.syncs + 1, 503), ("new", 400)):
+        headers = HEADERS | {"x-policy-min-sync": str(sync)}
+        answer = httpx.post(
+            f"{replica.url}/v1/completions", json=body([PROMPT], 1), headers=headers, timeout=PATIENCE_S
+        )
+        assert answer.status_code == status, answer.text
+        assert status != 503 or f"needs sync {sync}: use another server" in answer.json()["error"]["message"]
+
+
 def test_every_choice_of_every_kind_of_answer_has_its_spans(trainer, replica):
     version, sync = str(trainer.publisher.version), str(trainer.syncs)
     replica.wait_for(trainer.publisher.version)

@@ -13,6 +13,9 @@ vLLM has these spans since 0.32, and returns them since 0.33 to clients of `/v1/
 (`return_weight_versions`). Here all clients get the spans: a patch notes them in what `AsyncLLM.generate`
 returns. An older vLLM has no spans: the three headers then name the version that was served when the request
 came.
+
+A request may say how old its weights may be: with `x-policy-min-sync: 38`, a server whose weights are of an
+earlier sync answers 503. Clients and routers then try another server, or the same one later.
 """
 
 import functools
@@ -21,6 +24,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -29,13 +33,14 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm.engine import TokenVersion
 
 Choices = list[CompletionOutput]
+MIN_SYNC = "x-policy-min-sync"
 _PATHS = ("/v1/", "/inference/")
 _LONGEST = 1 << 12  # bytes; longer headers are left out, because common clients refuse more than 8190
 _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices per prompt of an HTTP request
 
 
 class VersionHeaders:
-    """ASGI middleware that adds the headers when a response begins.
+    """ASGI middleware that refuses what needs newer weights, and adds the headers when a response begins.
 
     A streamed response begins before its versions are known. Its headers name only the version served when
     the request came. Its tokens are of this version or newer, unless the owner goes back to an older one.
@@ -52,6 +57,10 @@ class VersionHeaders:
             await self._app(scope, receive, send)
             return
         serving, prompts = self._serving(), list[Choices]()
+        asked = dict(scope["headers"]).get(MIN_SYNC.encode())
+        if asked and (refusal := _refusal(asked, serving)):
+            await refusal(scope, receive, send)
+            return
         _prompts.set(prompts)
 
         async def send_with_headers(message: Any) -> None:
@@ -60,6 +69,20 @@ class VersionHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+def _refusal(asked: bytes, serving: Manifest | None) -> JSONResponse | None:
+    """The answer to a request that asks for sync `asked` or newer; None if the live weights are that new."""
+    has = f"has sync {serving.sync}" if serving else "has no version yet"
+    if not (asked.isdigit() and len(asked) < 19):
+        status, sentence = 400, f"{MIN_SYNC} must be the number of a sync"
+    elif serving is None or serving.sync < int(asked):
+        status, needs = 503, f"the request needs sync {int(asked)}"
+        sentence = f"this server {has}, but {needs}: use another server, or try again later"
+    else:
+        return None
+    error = {"message": sentence, "type": "refused", "code": status}
+    return JSONResponse({"error": error}, status, {"Retry-After": "1"} if status == 503 else None)
 
 
 def _headers(prompts: list[Choices], serving: Manifest | None) -> list[tuple[bytes, bytes]]:
