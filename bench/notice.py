@@ -27,6 +27,7 @@ from delta_weight_sync.records import AnchorRef
 from delta_weight_sync.store import open_bucket
 from tests.support.hubsim import HubSim
 from trainer.observe import Pokes
+from trainer.spaces import Fleet
 
 WAYS = ("events", "pokes", "looking")
 BUCKET, RUN = "team/notice", "notice"
@@ -87,7 +88,7 @@ def measured(way: str, count: int, versions: int) -> list[str]:
         writer = begun(Path(name))
         own = requests(hub, lambda: publish(writer))
         with following(count) as followers:
-            pokes = Pokes(followers.urls() if way == "pokes" else [])
+            pokes = Pokes(Fleet(followers.urls() if way == "pokes" else []))
             writer.on_version = pokes.send
             cells = observed(hub, writer, followers, versions, own)
             pokes.close()

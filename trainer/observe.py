@@ -5,7 +5,7 @@ import itertools
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from delta_weight_sync.records import LARGEST
 from delta_weight_sync.runlog import METRICS, ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
 from trainer import spaces
+from trainer.spaces import Fleet
 
 POKE_PATH = "/delta_weight_sync/poke"
 POKE_TIMEOUT_S = 5.0
@@ -118,9 +119,9 @@ def _number(value: Any) -> float | None:
 class ReplicaWatch:
     """Polls and logs the status of every replica, because replicas cannot write to the bucket."""
 
-    def __init__(self, urls: Sequence[str], log: RunLogWriter) -> None:
-        self._log = log
-        self._after = dict.fromkeys(urls, -1)  # newest version whose commit is logged
+    def __init__(self, fleet: Fleet, log: RunLogWriter) -> None:
+        self._fleet, self._log = fleet, log
+        self._after = defaultdict[str, int](lambda: -1)  # newest version whose commit is logged, by URL
         self._last: dict[str, ReplicaEvent] = {}
         self._http = httpx.Client(timeout=5.0)
         self._closed = threading.Event()
@@ -136,15 +137,19 @@ class ReplicaWatch:
         """Wait until every replica serves `version`; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if all(url in self._last and self._last[url].version == version for url in self._after):
+            if all(url in self._last and self._last[url].version == version for url in self._fleet.urls()):
                 return True
             time.sleep(_POLL_S / 2)
         return False
 
     def _loop(self) -> None:
         while not self._closed.wait(_POLL_S):
-            for url in self._after:
+            urls = self._fleet.urls()
+            for url in urls:
                 self._record(url, self._ask(url))
+            for url in self._last.keys() - urls:
+                gone = {"t": time.time(), "state": "removed", "version": None, "digest": None, "error": None}
+                self._log.append(self._last.pop(url).model_copy(update=gone))
 
     def _ask(self, url: str) -> ReplicaReport:
         query, headers = {"after": self._after[url]}, spaces.headers(url)
@@ -176,17 +181,17 @@ class Pokes:
     Failures are ignored, because a replica that misses a poke finds the version at its next poll.
     """
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._http = httpx.Client(timeout=POKE_TIMEOUT_S)
-        self._pools = {url: ThreadPoolExecutor(1, "poke") for url in urls}
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._http = fleet, httpx.Client(timeout=POKE_TIMEOUT_S)
+        self._pools = defaultdict[str, ThreadPoolExecutor](lambda: ThreadPoolExecutor(1, "poke"))
         self._last: dict[str, Future[None]] = {}
 
     def send(self, _: object = None) -> None:
         """Poke every replica; returns immediately. A replica that is being poked gets one more poke."""
-        for url, pool in self._pools.items():
+        for url in self._fleet.urls():
             last = self._last.get(url)
             if last is None or last.running() or last.done():
-                self._last[url] = pool.submit(self._poke, url)
+                self._last[url] = self._pools[url].submit(self._poke, url)
 
     def close(self) -> None:
         for pool in self._pools.values():

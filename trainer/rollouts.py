@@ -12,6 +12,7 @@ import os
 import random
 import re
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -31,13 +32,15 @@ from delta_weight_sync import RolloutError
 from delta_weight_sync.trl.trainer import Progress
 from trainer import spaces
 from trainer.settings import Settings
-from trainer.spaces import SpacesUnavailableError
+from trainer.spaces import Fleet, SpacesUnavailableError
 from trainer.tasks import Task
 
 MODEL_NAME = "policy"  # the name under which every replica serves its model
 UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync no replica reported
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
+_MIN_SYNC = "X-Policy-Min-Sync"  # a replica with older weights refuses the request
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _CONNECT_S = 1.0, 10.0, 20.0
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
@@ -48,10 +51,49 @@ class TracedSample(RolloutSample):
     token_syncs: TokenSyncs
 
 
+class Router:
+    """Chooses a replica for each request of a conversation.
+
+    A conversation begins at the replica with the fewest conversations, and stays there, because the earlier
+    turns are in the prefix cache of that replica. If the replica fails or is removed, the conversation goes
+    on at another one. Nothing is lost, because each request has the whole conversation.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._busy = Counter[str]()  # conversations at each replica
+        self._pause_s = defaultdict[str, float](float)  # of a replica that failed; 0 after an answer
+        self._until = defaultdict[str, float](float)  # when the pause ends
+
+    def choose(self, now: str, failed: bool = False) -> tuple[str, float]:
+        """The replica for the next request of a conversation, and in how many seconds to send the request.
+
+        `now` is the replica of the last request ("" for the first one), and `failed` whether it failed.
+        """
+        clock, urls = time.monotonic(), self._fleet.urls()
+        if failed and self._until[now] <= clock:  # of several requests that fail together, one counts
+            self._pause_s[now] = min(max(_SHORTEST_PAUSE_S, 2 * self._pause_s[now]), _LONGEST_PAUSE_S)
+            self._until[now] = clock + self._pause_s[now]
+        if now in urls and self._until[now] <= clock:
+            return now, 0.0
+        self._busy[now] -= 1
+        found = min(urls, key=lambda url: (max(self._until[url], clock), self._busy[url], random.random()))
+        self._busy[found] += 1
+        return found, max(0.0, self._until[found] - clock)
+
+    def answered(self, url: str) -> None:
+        self._pause_s.pop(url, None)
+
+    def ended(self, url: str) -> None:
+        """The conversation at this replica has ended."""
+        self._busy[url] -= 1
+
+
 class Conversation:
-    """The syncs whose weights generated the answers of one conversation, as the replicas report them."""
+    """The replica of one conversation, and the syncs whose weights generated its answers."""
 
     def __init__(self) -> None:
+        self.replica = ""  # of the last request
         self._oldest: list[int] = []
         self._spans: list[tuple[int, int, int]] = []
         self._turns: list[TurnRecord] = []  # with syncs in place of log-probabilities
@@ -93,11 +135,18 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     _env_tools: dict[str, Any]
 
     def __init__(
-        self, *, replicas: list[str], writer_term: int, progress: Progress | None, nice: int, **kwargs: Any
+        self,
+        *,
+        fleet: Fleet,
+        writer_term: int,
+        max_staleness: int,
+        progress: Progress | None,
+        nice: int,
+        **kwargs: Any,
     ) -> None:
         """Skips the finished prompts of `progress`. `nice`: how far to lower this process's priority."""
         os.nice(nice)
-        self._replicas, self._writer_term = replicas, writer_term
+        self._router, self._writer_term, self._max_staleness = Router(fleet), writer_term, max_staleness
         self._prompts, self._later = (progress.prompts, progress.later) if progress else (0, ())
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # rollout id -> rows, until it is scored
         super().__init__(**kwargs)
@@ -121,7 +170,10 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         conversation = Conversation()
         _conversation.set(conversation)  # each conversation has its own task, and so its own context
         spaces.connections.set(self.session)
-        rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
+        try:
+            rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
+        finally:
+            self._router.ended(conversation.replica)
         if sequences := rollout[2]:
             self._rows[sequences[0].rollout_id] = conversation.rows(self._fork_threshold_tokens)
         return rollout
@@ -144,12 +196,13 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     async def _post(
         self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3
     ) -> dict[str, Any]:
-        deadline = time.monotonic() + spaces.WAIT_LIMIT_S
-        urls = itertools.cycle(random.sample(self._replicas, len(self._replicas)))
+        deadline, conversation, failed = time.monotonic() + spaces.WAIT_LIMIT_S, _conversation.get(), False
         while True:
-            url = next(urls)
+            conversation.replica, wait_s = self._router.choose(conversation.replica, failed)
+            await asyncio.sleep(wait_s)
+            url = conversation.replica
             try:
-                return await self._request(f"{url}{path}", payload, timeout)
+                answer = await self._request(f"{url}{path}", payload, timeout)
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
                 # Other statuses may come from a replica that is waking up: try again.
@@ -158,20 +211,26 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 if time.monotonic() > deadline:
                     raise SpacesUnavailableError(f"{url} does not answer: {error}") from error
                 self._counters["rollout/vllm_retry_total"] += 1
-                await asyncio.sleep(1.0)
+                failed = True
+            else:
+                self._router.answered(url)
+                return answer
 
     async def _request(self, url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
+        # A replica with older weights would only make samples that the trainer drops.
+        newest = self._model_version_value
+        headers = {_MIN_SYNC: str(max(0, newest.value - self._max_staleness)), **spaces.headers(url)}
+        limits = aiohttp.ClientTimeout(timeout, sock_connect=_CONNECT_S)
         # No redirects, because they would carry the key to another host.
-        options = {"json": payload, "headers": spaces.headers(url), "allow_redirects": False}
-        async with self.session.post(url, timeout=aiohttp.ClientTimeout(timeout), **options) as response:
+        options = {"json": payload, "headers": headers, "allow_redirects": False}
+        async with self.session.post(url, timeout=limits, **options) as response:
             if response.status >= 300:
                 reason = f"{response.reason}: {(await response.text())[:300]}"
                 no_headers = CIMultiDictProxy(CIMultiDict[str]())  # the error must not contain the key
                 request = response.request_info._replace(headers=no_headers)
                 raise aiohttp.ClientResponseError(request, (), status=response.status, message=reason)
-            inherited = self._model_version_value.inherited
-            _conversation.get().add_headers(response.headers, self._writer_term, inherited)
             answer: dict[str, Any] = await response.json()
+            _conversation.get().add_headers(response.headers, self._writer_term, newest.inherited)
             return answer
 
 
@@ -195,7 +254,13 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
 
 
 def make_worker(
-    settings: Settings, config: AsyncGRPOConfig, task: Task, *, writer_term: int, progress: Progress | None
+    settings: Settings,
+    config: AsyncGRPOConfig,
+    task: Task,
+    fleet: Fleet,
+    *,
+    writer_term: int,
+    progress: Progress | None,
 ) -> ReplicaRolloutWorker:
     """Build TRL's worker from `config`, but for several replicas. It resumes from `progress`."""
     tokenizer, inflight = AutoTokenizer.from_pretrained(settings.model), config.max_inflight_tasks
@@ -208,8 +273,9 @@ def make_worker(
         " fork_threshold_tokens"
     )
     return ReplicaRolloutWorker(
-        replicas=settings.replicas,
+        fleet=fleet,
         writer_term=writer_term,
+        max_staleness=config.max_staleness,
         progress=progress,
         # A trainer on a CPU shares its cores with rollouts. They can wait, but a sync should not.
         nice=10 if config.use_cpu else 0,

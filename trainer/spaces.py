@@ -3,9 +3,9 @@
 A request wakes a sleeping Space, which takes minutes to load its model. If waiting cannot help, for example
 because a URL, a key or a token is wrong, the run ends with a sentence that names the fix.
 
-The environment variable `SPACES` lists the trainer's own Spaces. Only they receive a key and a token, so that
-a mistyped URL receives none. No secret is part of a URL, an option or a log line, and no request follows a
-redirect.
+The environment variable `SPACES` lists the trainer's own Spaces, or files that list them. Only they receive
+a key and a token, so that a mistyped URL receives none. No secret is part of a URL, an option or a log line,
+and no request follows a redirect.
 """
 
 import contextvars
@@ -14,8 +14,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -54,13 +55,51 @@ class Answer:
         return self.state + (f" ({self.error})" if self.error else "")
 
 
+class Fleet:
+    """The replicas of a run. Replicas may be added and removed while the trainer runs.
+
+    Args:
+        entries: URLs, and paths of files with a URL on each line. To change a file, replace it in one step.
+    """
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._entries, self._urls = entries, list[str]()
+
+    def urls(self) -> list[str]:
+        """The URLs of the replicas. If there are none now, those of before.
+
+        Raises:
+            SpacesUnavailableError: A file cannot be read, or there has been no URL yet.
+        """
+        try:
+            self._urls = expand(self._entries) or self._urls
+        except OSError as error:
+            raise SpacesUnavailableError(
+                f"--replicas must be URLs or files with URLs, but this file cannot be read: {error}"
+            ) from error
+        if self._entries and not self._urls:
+            raise SpacesUnavailableError(
+                f"no replica is listed in {', '.join(self._entries)}: write its URL there"
+            )
+        return self._urls
+
+
+def expand(entries: Iterable[str]) -> list[str]:
+    """The URLs among the entries, and those that files list whose paths are among the entries."""
+    return " ".join(entry if "://" in entry else Path(entry).read_text() for entry in entries).split()
+
+
 class Spaces:
     """The Spaces of one run, which may be asleep. `env_url` is empty if the task needs no environment."""
 
-    def __init__(self, replicas: Sequence[str], env_url: str = "") -> None:
-        self._spaces: list[tuple[str, Kind]] = [(url, "replica") for url in replicas]
-        self._spaces += [(env_url, "env")] if env_url else []
+    def __init__(self, fleet: Fleet, env_url: str = "") -> None:
+        self._fleet, self._env_url = fleet, env_url
         self._key_accepted: set[tuple[str, Kind]] = set()
+
+    @property
+    def _spaces(self) -> list[tuple[str, Kind]]:
+        found: list[tuple[str, Kind]] = [(url, "replica") for url in self._fleet.urls()]
+        return [*found, (self._env_url, "env")] if self._env_url else found
 
     def wake(self) -> None:
         """Send each Space one request; raise `SpacesUnavailableError` for a fault that waiting cannot fix."""
@@ -74,7 +113,7 @@ class Spaces:
         while time.monotonic() < deadline:
             answers = [(url, kind, self._probe(url, kind)) for url, kind in self._spaces]
             ready = {kind for _, kind, answer in answers if answer.state == _READY[kind]}
-            if ready == {kind for _, kind in self._spaces}:
+            if ready == {kind for _, kind, _ in answers}:
                 return
             states = "; ".join(f"{url}: {answer}" for url, _, answer in answers)
             if states != reported:
@@ -198,7 +237,11 @@ def headers(url: str, kind: Kind = "replica") -> dict[str, str]:
 def _own_origin(url: str) -> tuple[str, str, int] | None:
     """Scheme, host and port of a server that `SPACES` lists; None for any other."""
     origin = _origin(url)
-    return origin if origin in map(_origin, os.environ.get("SPACES", "").split()) else None
+    try:
+        own = expand(os.environ.get("SPACES", "").split())
+    except OSError as error:
+        raise ValueError(f"SPACES must have URLs or files with URLs, but this is neither: {error}") from error
+    return origin if origin in map(_origin, own) else None
 
 
 def _variable(name: str) -> str:

@@ -32,7 +32,7 @@ from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
 from trainer import exact, memory, resume, rollouts
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 from trainer.settings import Settings
-from trainer.spaces import Spaces, SpacesUnavailableError
+from trainer.spaces import Fleet, Spaces, SpacesUnavailableError
 from trainer.stop import Stop
 from trainer.tasks import Task, make_task
 
@@ -77,14 +77,14 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     patches.install("every_rank", "replicas")
     stop = Stop(settings.minutes, alone=config.world_size == 1)
     task, peers = make_task(settings, config), Peers()
-    replicas = settings.replicas if peers.main else []  # the other ranks contact no Space
-    spaces = Spaces(replicas, settings.env_url if peers.main else "")
+    fleet = Fleet(settings.replicas if peers.main else [])  # the other ranks contact no Space
+    spaces = Spaces(fleet, settings.env_url if peers.main else "")
     with peers.fail_together():  # an error on one rank ends all ranks
         spaces.wake()  # waking takes minutes, so do it first; a wrong URL or key ends the run here
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop)
-        pokes = stack.enter_context(contextlib.closing(Pokes(replicas)))
+        pokes = stack.enter_context(contextlib.closing(Pokes(fleet)))
         publisher = stack.enter_context(
             Publisher(  # all ranks open the run; the main rank becomes its writer
                 f"{settings.bucket}#{settings.run}",
@@ -103,9 +103,9 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             return
         worker = watch = None
         if log := publisher.log:  # only the main rank has the run's log, and talks to replicas
-            watch = stack.enter_context(contextlib.closing(ReplicaWatch(settings.replicas, log)))
+            watch = stack.enter_context(contextlib.closing(ReplicaWatch(fleet, log)))
             worker = rollouts.make_worker(
-                settings, config, task, writer_term=publisher.writer_term, progress=progress
+                settings, config, task, fleet, writer_term=publisher.writer_term, progress=progress
             )
         trainer = make_trainer(settings, config, task, publisher, worker, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)

@@ -26,6 +26,7 @@ from tests.support.records import commit, status, sync
 from tests.support.waiting import PATIENCE_S, soon
 from trainer import observe
 from trainer.observe import ReplicaWatch
+from trainer.spaces import Fleet
 
 pytestmark = pytest.mark.finding(11)
 
@@ -152,7 +153,7 @@ def test_what_a_replica_answers_cannot_break_the_log(
     monkeypatch.setattr(observe, "_POLL_S", 0.01)
     with answering(lambda _: (200, {}, answer)) as url:
         log = RunLogWriter(bucket, "r", every_s=0.01)
-        watch = ReplicaWatch([url], log)
+        watch = ReplicaWatch(Fleet([url]), log)
         soon(lambda: url in watch._last)
         watch.close()
         log.append(DoneEvent(t=1.0, version=1, digest="0" * 16))

@@ -14,6 +14,7 @@ from tests.support import recorded
 from tests.support.http_server import Request, answering
 from trainer import observe
 from trainer.observe import Pokes, StepRecorder
+from trainer.spaces import Fleet
 
 KEY = "the-key-of-this-deployment"
 CRANE, PLUMB = "c1-r2?a3+n4-e5-", "p1+l2+u3+m4+b5+"
@@ -46,7 +47,7 @@ def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch):
     slow.gate.clear()
     with answering(well.answer) as url, answering(slow.answer) as slow_url:
         monkeypatch.setenv("SPACES", f"{url} {slow_url}")
-        sent = Pokes(["http://127.0.0.1:9", slow_url, url])
+        sent = Pokes(Fleet(["http://127.0.0.1:9", slow_url, url]))
         for _ in range(3):
             sent.send()
             assert well.is_poked()

@@ -32,6 +32,7 @@ from tests.support.http_server import Request, answering
 from tests.support.waiting import PATIENCE_S
 from trainer import rollouts
 from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
+from trainer.spaces import Fleet
 from trainer.tasks import Task
 from trainer.tasks.wordle import make_dataset
 
@@ -88,12 +89,15 @@ def samples_of(conversations: list[list[dict[str, str]]]) -> list:
     return [samples.get_nowait() for _ in conversations]
 
 
-def rollout_loop(url: str, generations: int, samples: queue.Queue) -> ReplicaRolloutLoop:
-    """What TRL starts in its child process, one conversation at a time."""
+def rollout_loop(
+    replicas: str, generations: int, samples: queue.Queue, game: type[Game] = Game, at_a_time: int = 1
+) -> ReplicaRolloutLoop:
+    """What TRL starts in its child process."""
     PartialState(cpu=True)
     return ReplicaRolloutLoop(
-        replicas=[url],
+        fleet=Fleet([replicas]),
         writer_term=TERM,
+        max_staleness=60,
         progress=Progress(syncs=0, trainer={}, prompts=3, later=(4, 6)),
         nice=0,
         model_name="policy",
@@ -101,9 +105,9 @@ def rollout_loop(url: str, generations: int, samples: queue.Queue) -> ReplicaRol
         reward_funcs=[],
         processing_class=AutoTokenizer.from_pretrained(TOKENIZER),
         eos_token_ids=[1],
-        environment_factory=Game,
+        environment_factory=game,
         num_generations=generations,
-        max_inflight_tasks=1,
+        max_inflight_tasks=at_a_time,
         rollout_buffer=samples,
         model_version_value=multiprocessing.Value(Syncs, 100, 4),
         heartbeat_value=multiprocessing.Value("d", 0.0),
@@ -222,10 +226,9 @@ def test_a_child_that_does_not_start_ends_the_trainer_with_the_cause(fault, caus
     monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # TRL is as it was, after this test
     patches.install()
     settings = SimpleNamespace(model=str(TOKENIZER), replicas=[])
+    config = AsyncGRPOConfig(bf16=False, use_cpu=True)
     task = Task(make_dataset("Play Wordle.", 1, seed=0), [], partial(Broken, fault))
-    worker = rollouts.make_worker(
-        settings, AsyncGRPOConfig(bf16=False, use_cpu=True), task, writer_term=1, progress=None
-    )
+    worker = rollouts.make_worker(settings, config, task, Fleet([]), writer_term=1, progress=None)
     with pytest.raises(RolloutError, match=f"^the process that collects rollouts did not start: {cause}$"):
         worker.start()
 

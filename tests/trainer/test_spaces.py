@@ -19,7 +19,7 @@ from tests.support.tls_hosts import OWN, STRANGER, Hosts, answering
 from trainer import observe, rollouts, spaces
 from trainer.observe import ReplicaWatch
 from trainer.rollouts import Conversation, ReplicaRolloutLoop
-from trainer.spaces import Spaces, SpacesUnavailableError
+from trainer.spaces import Fleet, Spaces, SpacesUnavailableError
 from trainer.tasks.wordle import WordleEnv
 
 KEY, READ, WRITE = "the-key-of-my-own-spaces", "hf_reads", "hf_writes"
@@ -63,8 +63,8 @@ def every_request(folder: Path, replica: str, env: str, poked: Callable[[], obje
     game = WordleEnv(env)
     game.reset(seed=1)
     return [
-        Spaces([replica]).wake,
-        Spaces([], env).wake,
+        Spaces(Fleet([replica])).wake,
+        Spaces(Fleet([]), env).wake,
         lambda: watch(folder, replica),
         lambda: poke(replica, poked),
         lambda: post(replica),
@@ -74,14 +74,14 @@ def every_request(folder: Path, replica: str, env: str, poked: Callable[[], obje
 
 def watch(folder: Path, replica: str) -> None:
     log = RunLogWriter(open_bucket(folder.as_uri(), create=True), "run")
-    asking = ReplicaWatch([replica], log)
+    asking = ReplicaWatch(Fleet([replica]), log)
     assert asking.wait_for(None, timeout_s=300.0), "it has sent a request, and found no version in the answer"
     asking.close()
     log.close()
 
 
 def poke(replica: str, poked: Callable[[], object]) -> None:
-    sender = observe.Pokes([replica])
+    sender = observe.Pokes(Fleet([replica]))
     sender.send()
     assert poked()
     sender.close()
@@ -93,8 +93,8 @@ def post(url: str) -> object:
     async def ask() -> object:
         async with aiohttp.ClientSession() as session:
             loop = object.__new__(ReplicaRolloutLoop)
-            loop.session, loop._writer_term = session, 1
-            loop._model_version_value = SimpleNamespace(inherited=0)
+            loop.session, loop._writer_term, loop._max_staleness = session, 1, 4
+            loop._model_version_value = SimpleNamespace(value=0, inherited=0)
             rollouts._conversation.set(Conversation())
             return await loop._request(f"{url}/v1/completions", {}, 10.0)
 
@@ -167,7 +167,7 @@ def test_a_url_that_resembles_an_own_one_gets_nothing(url):
 def test_one_token_for_everything_is_refused(monkeypatch):
     monkeypatch.setenv("SPACE_HF_TOKEN", WRITE)
     with pytest.raises(SpacesUnavailableError, match=r"^SPACE_HF_TOKEN is HF_TOKEN, which may") as refused:
-        Spaces([f"https://{OWN}"]).wake()
+        Spaces(Fleet([f"https://{OWN}"])).wake()
     assert WRITE not in str(refused.value)
 
 
@@ -212,7 +212,7 @@ def test_a_key_that_fits_no_header_is_refused_and_not_shown(monkeypatch, key):
 def test_every_request_to_a_space_outside_the_hub_carries_the_key_only(tmp_path, monkeypatch):
     with server(body={"state": "serving", "status": "healthy"}) as (url, asked):
         monkeypatch.setenv("SPACES", url)
-        Spaces([url]).wait()
+        Spaces(Fleet([url])).wait()
         for send in every_request(tmp_path, url, url, lambda: True):
             send()
     assert len(asked) >= 6
@@ -241,4 +241,4 @@ def test_a_server_that_is_no_space_is_reported(status, message):
         with pytest.raises(ValueError, match=message):
             asyncio.run(env.get_reward())
         with pytest.raises(SpacesUnavailableError, match=f"answers {status}, so it is not the replica"):
-            Spaces([url]).wake()
+            Spaces(Fleet([url])).wake()

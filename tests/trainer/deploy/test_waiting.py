@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.deploy.conftest import KEY
 from trainer import spaces
-from trainer.spaces import Spaces, SpacesUnavailableError
+from trainer.spaces import Fleet, Spaces, SpacesUnavailableError
 from trainer.train import main
 
 
@@ -21,7 +21,7 @@ def keyless(monkeypatch):
 def test_it_waits_with_progress_until_one_replica_and_the_environment_are_up(apps, server, capsys):
     states = [{"state": "starting"}, {"state": "fetching version 7"}, {"state": "serving"}]
     with server({"/ready": states, "/health": [503, 503, {"status": "healthy"}]}) as url:
-        several = Spaces([apps.replica, url], url)
+        several = Spaces(Fleet([apps.replica, url]), url)
         several.wake()
         several.wait(poll_s=0.0)
     said = capsys.readouterr().out.splitlines()
@@ -44,21 +44,21 @@ def test_a_private_space_that_this_token_may_not_see_is_not_waited_for(world):
     world.up()
     url = world.hub.space(world.env)["address"]
     with pytest.raises(SpacesUnavailableError, match=r"404, so it is not the env.*--env_url.*HF_TOKEN"):
-        Spaces([], url).wake()
+        Spaces(Fleet([]), url).wake()
 
 
 @pytest.mark.full
 def test_a_url_of_something_else_is_not_waited_for(apps):
     with pytest.raises(SpacesUnavailableError, match=r"not the replica: .*--replicas"):
-        Spaces([apps.env]).wake()
+        Spaces(Fleet([apps.env])).wake()
     with pytest.raises(SpacesUnavailableError, match="not the env"):
-        Spaces([apps.replica], apps.replica).wait(poll_s=0.0)
+        Spaces(Fleet([apps.replica]), apps.replica).wait(poll_s=0.0)
 
 
 @pytest.mark.parametrize("url", ["me-wordle.hf.space", "ftp://me.hf.space", "https://"])
 def test_what_is_no_url_is_not_waited_for(url):
     with pytest.raises(SpacesUnavailableError, match=r"write https://"):
-        Spaces([url]).wake()
+        Spaces(Fleet([url])).wake()
 
 
 def test_a_host_that_does_not_exist_is_not_waited_for_and_one_that_cannot_be_reached_now_is(monkeypatch):
@@ -68,7 +68,7 @@ def test_a_host_that_does_not_exist_is_not_waited_for_and_one_that_cannot_be_rea
     assert spaces.probe("https://me-wordle.example", "env").state == "not reachable (ConnectError)"
     resolver.side_effect = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     with pytest.raises(SpacesUnavailableError, match="no such host"):
-        Spaces(["https://me-wordle.example"]).wake()
+        Spaces(Fleet(["https://me-wordle.example"])).wake()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_host_that_does_not_exist_is_not_waited_for_and_one_that_cannot_be_rea
 )
 def test_a_space_that_the_owner_has_to_change_is_not_waited_for(server, answer, words):
     with server({"/ready": answer, "/health": answer}) as url:
-        for asleep in (Spaces([url]), Spaces([], url)):
+        for asleep in (Spaces(Fleet([url])), Spaces(Fleet([]), url)):
             with pytest.raises(SpacesUnavailableError, match=words):
                 asleep.wake()
 
@@ -91,11 +91,11 @@ def test_a_wrong_key_ends_the_run_and_the_right_one_does_not(keyed_apps, monkeyp
     monkeypatch.setenv("SPACES", f"{keyed_apps.replica} {keyed_apps.env}")
     for key in ("", "wrong"):
         monkeypatch.setenv("SPACE_KEY", key)
-        for asleep in (Spaces([keyed_apps.replica]), Spaces([], keyed_apps.env)):
+        for asleep in (Spaces(Fleet([keyed_apps.replica])), Spaces(Fleet([]), keyed_apps.env)):
             with pytest.raises(SpacesUnavailableError, match="set SPACE_KEY"):
                 asleep.wake()
     monkeypatch.setenv("SPACE_KEY", KEY)
-    Spaces([keyed_apps.replica], keyed_apps.env).wake()
+    Spaces(Fleet([keyed_apps.replica]), keyed_apps.env).wake()
     health = httpx.get(f"{keyed_apps.env}/health", trust_env=False).json()
     assert health["sessions"] == 0, "the check of the key opens no game"
 
@@ -104,13 +104,13 @@ def test_a_wrong_key_ends_the_run_and_the_right_one_does_not(keyed_apps, monkeyp
 def test_a_foreign_space_that_wants_a_key_ends_the_run(keyed_apps, monkeypatch):
     monkeypatch.setenv("SPACE_KEY", KEY)
     with pytest.raises(SpacesUnavailableError, match=r"\(401\) and is not in SPACES: add the URL .* yours$"):
-        Spaces([keyed_apps.replica]).wake()
+        Spaces(Fleet([keyed_apps.replica])).wake()
     with pytest.raises(
         SpacesUnavailableError, match="is yours, or set ENV_KEY to the key that you were given"
     ):
-        Spaces([], keyed_apps.env).wake()
+        Spaces(Fleet([]), keyed_apps.env).wake()
     monkeypatch.setenv("ENV_KEY", KEY)
-    Spaces([], keyed_apps.env).wake()
+    Spaces(Fleet([]), keyed_apps.env).wake()
 
 
 def test_the_wait_has_a_limit(server, clock, monkeypatch):
@@ -119,7 +119,7 @@ def test_the_wait_has_a_limit(server, clock, monkeypatch):
         server({"/ready": {"state": "starting", "error": "the Hub refused read access"}}) as url,
         pytest.raises(SpacesUnavailableError, match=r"starting \(the Hub refused read access\)"),
     ):
-        Spaces([url]).wait(poll_s=600.0)
+        Spaces(Fleet([url])).wait(poll_s=600.0)
 
 
 @pytest.mark.full
