@@ -1,9 +1,12 @@
 """Settings of the whole suite, and how it is shared by several processes."""
 
 import gc
+import multiprocessing.spawn
 import os
 import tempfile
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -20,9 +23,12 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
-def vllms_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that a test starts in this process puts them into a folder that ends with the server."""
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a replica that a test makes in this process sets for the whole process ends with the test."""
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", multiprocessing.spawn.get_executable())
+    # vLLM puts its sockets there: into a folder that ends with the server.
+    with mock.patch.dict(os.environ, VLLM_RPC_BASE_PATH=tempfile.gettempdir()):
+        yield
 
 
 def pytest_collection_finish() -> None:
