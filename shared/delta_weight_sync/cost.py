@@ -133,7 +133,8 @@ PUBLISHING_PART: Final = {"all": 4, "api": 0, "files": 0}  # of each of several 
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each part but one, at the same time
 TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, the poll of HEAD included
-# Further requests for a delta of more bytes: (all that wait in turn, those for files, those to the API).
+# Further requests for parts of more bytes: (all that wait in turn, those for files, those to the API). Above
+# DIRECT, they are those of all parts.
 _LATER: Final = ((DIRECT, (5, 1, 2)), (SMALL, (2, 1, 0)))
 _POLLS: Final = 2  # polls of HEAD for a version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
@@ -245,6 +246,7 @@ class Plan:
 
         def taken(size: float, changed: float) -> tuple[float, float, float]:
             wait_s, rounds = later(size)[0] * asked.latency, math.ceil(parts / SIDE_BY_SIDE)
+            rounds = 1 if size / parts > DIRECT else rounds  # large parts are fetched together
             parts_s = max(wait_s + size / link, rounds * (wait_s + size / parts / link))
             place_s = DIGEST.seconds(params) + PLACE.seconds(params, changed)
             stage_s = decode.seconds(params, changed) / self.threads + place_s / self.replica_workers
@@ -289,7 +291,8 @@ class Plan:
 
         def requests(kind: str, more: int) -> float:
             made = PUBLISHING[kind] + (parts if parts > 1 else 0) * PUBLISHING_PART[kind]
-            taken = TAKING[kind] + (parts - 1) * TAKING_PART[kind] + parts * more
+            further = more if self.delta / parts > DIRECT else parts * more
+            taken = TAKING[kind] + (parts - 1) * TAKING_PART[kind] + further
             per_hour = self.published_hour * made + fetched_hour * taken
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 

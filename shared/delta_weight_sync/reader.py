@@ -207,6 +207,11 @@ class RunReader:
         """Like `fetch`, several files at a time. Returns the paths in the order of `refs`."""
         if len(wanted := [*refs]) < 2:
             return [self.fetch(ref, folder) for ref in wanted]
+        lacking = [
+            (ref.key, folder / ref.name, ref.size) for ref in wanted if not (folder / ref.name).exists()
+        ]
+        with contextlib.suppress(errors.BucketError):  # then `fetch` says which file cannot be read
+            self.bucket.fetch_together(lacking)
         with ThreadPoolExecutor(SIDE_BY_SIDE, "fetch") as pool:  # its threads end with the fetch
             coming = [pool.submit(self.fetch, ref, folder) for ref in wanted]
             try:

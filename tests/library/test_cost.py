@@ -1,6 +1,7 @@
 """The cost model against what was measured here, and against the rules of the program."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 
 from bench import results
-from delta_weight_sync import codec, cost
+from delta_weight_sync import codec, cost, store
 from delta_weight_sync.cost import Plan, Question, Recipe
+from delta_weight_sync.errors import ObjectMissingError, ProtocolError
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, AnchorRef, DeltaRef
+from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, AnchorRef, DeltaRef, FileRef
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.watch import Watcher
 from tests.cli.command import command
@@ -163,6 +165,29 @@ def test_requests_per_version_of_several_ranks(hub, hub_env, tmp_path):
         "api": cost.TAKING["api"] + further["api"],
         "files": 1 + cost.TAKING["files"] + further["files"],
     }, "with the poll of HEAD"
+
+
+def test_large_parts_of_a_version_are_fetched_together(hub, hub_env, tmp_path, monkeypatch):
+    """A damaged or a missing one is named as if it had been fetched alone."""
+    monkeypatch.setattr(store, "DIRECT", 1000)
+    bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
+    contents = {f"runs/r/deltas/1.r{rank}.safetensors": os.urandom(2000 + rank) for rank in range(5)}
+    bucket.put_all([*contents.items()])
+    sha256 = {key: hashlib.sha256(data).hexdigest() for key, data in contents.items()}
+    refs = [FileRef(key=key, size=len(data), sha256=sha256[key]) for key, data in contents.items()]
+    reader = RunReader(bucket, "r")
+    fetched: list[Path] = []
+    taken = counted(hub, lambda: fetched.extend(reader.fetch_all(refs, tmp_path / "all")))
+    assert [path.read_bytes() for path in fetched] == [*contents.values()]
+    _, (_, files, api) = cost._LATER[0]
+    assert (taken["files"], taken["api"]) == (files, api), "as many as one part takes"
+    assert counted(hub, lambda: reader.fetch_all(refs, tmp_path / "all"))["all"] == 0
+    bucket.put(refs[1].key, b"other")
+    with pytest.raises(ProtocolError, match=refs[1].key):
+        reader.fetch_all(refs, tmp_path / "damaged")
+    bucket.delete([refs[1].key])
+    with pytest.raises(ObjectMissingError, match=refs[1].key):
+        reader.fetch_all(refs, tmp_path / "missing")
 
 
 def test_requests_per_version_on_s3(s3_env, caplog, tmp_path):

@@ -94,6 +94,13 @@ class Bucket(ABC):
                 file.write(block)
         return sha256.hexdigest()
 
+    def fetch_together(self, wanted: Sequence[tuple[str, Path, int]]) -> None:  # noqa: B027 - optional
+        """Download what takes fewer requests together than one by one: (key, dest, limit), as for `fetch`.
+
+        Leaves out the other objects and those that `fetch` would refuse. A store without such objects does
+        nothing.
+        """
+
     def stat(self, key: str) -> ObjectInfo | None:
         """What the store knows about an object; None if it is absent. Cheap enough to poll."""
         check_key(key)
