@@ -66,20 +66,20 @@ class Fleet:
         self._entries, self._urls = entries, list[str]()
 
     def urls(self) -> list[str]:
-        """The URLs of the replicas. If there are none now, those of before.
+        """The URLs of the replicas. If a file cannot be read, or lists none, the URLs of the last call.
 
         Raises:
-            SpacesUnavailableError: A file cannot be read, or there has been no URL yet.
+            SpacesUnavailableError: At the first call, for the same reasons.
         """
+        reason = "it lists no URL"
         try:
             self._urls = expand(self._entries) or self._urls
         except OSError as error:
-            raise SpacesUnavailableError(
-                f"--replicas must be URLs or files with URLs, but this file cannot be read: {error}"
-            ) from error
+            reason = str(error)
         if self._entries and not self._urls:
+            wrong = f"--replicas {' '.join(self._entries)} names no replica"
             raise SpacesUnavailableError(
-                f"no replica is listed in {', '.join(self._entries)}: write its URL there"
+                f"{wrong} ({reason}): write https://... URLs, or a file that lists them"
             )
         return self._urls
 

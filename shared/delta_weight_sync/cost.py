@@ -132,6 +132,7 @@ PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 PUBLISHING_PART: Final = {"all": 4, "api": 0, "files": 0}  # of each of several ranks, before rank 0 publishes
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each part but one, at the same time
+TAKING_LARGE_PART: Final = {"all": 2, "api": 0, "files": 0}  # the same, if parts have more than DIRECT bytes
 TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, the poll of HEAD included
 # Further requests for parts of more bytes: (all that wait in turn, those for files, those to the API). Above
 # DIRECT, they are those of all parts.
@@ -238,6 +239,8 @@ class Plan:
         on_one = math.ceil(parts / self.trainer_machines)
         self.upload_s = on_one * self.delta / parts / link + self.uploads * asked.latency
 
+        large = self.delta / parts > DIRECT
+
         def later(size: float) -> tuple[int, int, int]:
             return next((more for above, more in _LATER if size / parts > above), (0, 0, 0))
 
@@ -289,11 +292,15 @@ class Plan:
         # Own tensors, and own blocks of others' tensors.
         self.mirror = self.full / parts + self.full / ranks * (1 - 1 / parts)
 
+        def taken_requests(kind: str, more: int) -> int:
+            each = TAKING_LARGE_PART[kind] if large else TAKING_PART[kind] + more
+            return TAKING[kind] + more + (parts - 1) * each
+
+        self.taken_requests = taken_requests("all", further)
+
         def requests(kind: str, more: int) -> float:
             made = PUBLISHING[kind] + (parts if parts > 1 else 0) * PUBLISHING_PART[kind]
-            further = more if self.delta / parts > DIRECT else parts * more
-            taken = TAKING[kind] + (parts - 1) * TAKING_PART[kind] + further
-            per_hour = self.published_hour * made + fetched_hour * taken
+            per_hour = self.published_hour * made + fetched_hour * taken_requests(kind, more)
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
         polls = WINDOW_S / _HOUR_S * fetched_hour * _POLLS

@@ -159,7 +159,7 @@ def test_a_file_of_replicas_that_is_missing_or_empty_is_an_error_only_at_the_sta
     file = tmp_path / "replicas"
     for reason in ("No such file", "it lists no URL"):
         with pytest.raises(
-            SpacesUnavailableError, match=rf"names no replica \(.*{reason}.*a URL on each line"
+            SpacesUnavailableError, match=rf"names no replica \(.*{reason}.*or a file that lists them"
         ):
             Fleet([str(file)]).urls()
         file.write_text("\n")

@@ -69,12 +69,14 @@ def _positive(text: str) -> int:
 def _assumptions(plan: Plan) -> list[str]:
     """What the prediction rests on, as sentences."""
     asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
-    further, polls = plan.fetches - cost.TAKING_IN_TURN, cost.WINDOW_S / POLL_S
-    gpu, ranks = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB", plan.trainer_ranks
+    gpu, ranks, polls = (
+        f"one for every {cost.GPU_BYTES / 1e9:.0f} GB",
+        plan.trainer_ranks,
+        cost.WINDOW_S / POLL_S,
+    )
     machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
-    parts = min(ranks, MAX_PARTS)
+    parts, taken = min(ranks, MAX_PARTS), plan.taken_requests
     made = cost.PUBLISHING["all"] + (parts if parts > 1 else 0) * cost.PUBLISHING_PART["all"]
-    taken = cost.TAKING["all"] + (parts - 1) * cost.TAKING_PART["all"] + parts * further
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
 the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight; its ranks: {asked.ranks or gpu}

@@ -218,7 +218,7 @@ class HubBucket(store.Bucket):
         if len(large) < 2:
             return
         with contextlib.ExitStack() as stack, self._explained(wanted[0][0]):
-            files = [
+            files: list[tuple[Any, Any]] = [
                 (found, stack.enter_context(store.replacing(large[found.path][0])))
                 for found in self._api.get_bucket_paths_info(self._id, [*large])
                 if found.size <= large[found.path][1]
