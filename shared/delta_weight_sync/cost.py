@@ -134,9 +134,9 @@ TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each part but one, at the same time
 TAKING_LARGE_PART: Final = {"all": 2, "api": 0, "files": 0}  # the same, if parts have more than DIRECT bytes
 TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, the poll of HEAD included
-# Further requests for parts of more bytes: (all that wait in turn, those for files, those to the API). Above
-# DIRECT, they are those of all parts.
-_LATER: Final = ((DIRECT, (5, 1, 2)), (SMALL, (2, 1, 0)))
+# Further requests for parts of more bytes: (all that wait in turn, those to the API). Above DIRECT, they are
+# those of all parts.
+_LATER: Final = ((DIRECT, (5, 2)), (SMALL, (2, 0)))
 _POLLS: Final = 2  # polls of HEAD for a version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
@@ -241,10 +241,10 @@ class Plan:
 
         large = self.delta / parts > DIRECT
 
-        def later(size: float) -> tuple[int, int, int]:
-            return next((more for above, more in _LATER if size / parts > above), (0, 0, 0))
+        def later(size: float) -> tuple[int, int]:
+            return next((more for above, more in _LATER if size / parts > above), (0, 0))
 
-        further, files, api = later(self.delta)
+        further, api = later(self.delta)
         self.fetches, self.notification_s = TAKING_IN_TURN + further, POLL_S / 2
 
         def taken(size: float, changed: float) -> tuple[float, float, float]:
@@ -304,7 +304,7 @@ class Plan:
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
         polls = WINDOW_S / _HOUR_S * fetched_hour * _POLLS
-        self.file_requests, self.api_requests = requests("files", files) + polls, requests("api", api)
+        self.file_requests, self.api_requests = requests("files", 0) + polls, requests("api", api)
         fitting = [n for n in GPUS if 1e9 * HARDWARE[n].gpus * HARDWARE[n].gpu_gb >= REPLICA_BYTES * params]
         self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None

@@ -11,6 +11,7 @@ from time import monotonic
 from delta_weight_sync.errors import NoVersionError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Problems, RunReader, went_back
 from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head_writer, part_suffix
+from delta_weight_sync.store import SMALL
 
 FIRST_S = 1.0  # wait after the first failure; each further failure doubles it
 LONGEST_S = 600.0
@@ -167,11 +168,15 @@ class Watcher:
 
     def _fetch_ahead(self, version: int, *others: str) -> None:
         """Begin to read what leads from the newest known version to `version`: objects with predictable keys.
-        A folder is read faster than threads start, so nothing is fetched ahead from it."""
+
+        Parts that were large in the newest version are left out. A folder is read faster than threads start,
+        so nothing is fetched ahead from it.
+        """
         folder = self._reader.bucket.url.startswith("file:")
         if self._newest and not folder and (writer := head_writer(self._key)):
             keys, first = self._reader.keys, self._newest.version + 1
-            parts, ends = [*map(part_suffix, self._newest.delta)] or [""], min(version, first + _AHEAD) + 1
+            small = [part_suffix(part) for part in self._newest.delta if part.size <= SMALL]
+            parts, ends = small if self._newest.delta else [""], min(version, first + _AHEAD) + 1
             deltas = [keys.delta(each, writer, part) for each in range(first, ends) for part in parts]
             self._reader.fetch_ahead([*others, keys.manifest(version, writer), *deltas])
 

@@ -133,13 +133,13 @@ class Mirror:
     def find_on_host(self, part: Part) -> Patch:
         """What changed in a part on the host."""
         check = functools.partial(self.require_finite, part.name)
-        index, ulps = diff_flat(self._old(part), part.tensor.detach().reshape(-1), check)
+        index, ulps = diff_flat(self._old(part), part.tensor.reshape(-1), check)
         return Patch(part.name, part.block.shape, part.block.positions(index), ulps)
 
     def find_together(self, parts: Sequence[Part]) -> list[Patch]:
         """What changed in small parts on the host: compared as one tensor, thousands take no longer."""
         old = torch.cat([self._old(part) for part in parts])
-        new = torch.cat([part.tensor.detach().reshape(-1) for part in parts])
+        new = torch.cat([part.tensor.reshape(-1) for part in parts])
         index, ulps = diff_flat(old, new, lambda _: None)
         bits = old.numpy().view(np.uint16)[index] + ulps
         doubtful = ((bits & _INFINITY) == _INFINITY).any()

@@ -281,12 +281,12 @@ class Outbox:
 
     def _add(self, weights: Weights, sync: int, first: bool) -> None:
         started, created_at = time.perf_counter(), time.time()
-        by_name: dict[str, list[Patch]] = {}
+        names, by_name = list[str](), dict[str, list[Patch]]()
         # Do this without the lock: on a GPU the diff first waits for all work that is queued there.
         own, others = self.mirror.search(), self._shards.mirror.search()
         for name, tensor in weights:
             self.require_same(name, tensor.shape)
-            by_name[name] = []
+            names.append(name)
             if self.owners[name] == self._peers.rank:
                 if block := own_block(tensor, owner=True):
                     own.add(held_part(name, tensor, block))
@@ -295,13 +295,13 @@ class Outbox:
             elif part := self._shards.part(name, tensor):
                 others.add(part)
         found, sent = own.found(), others.found()
-        self._names = self._names or set(by_name)
-        if missing := self._names - by_name.keys():
+        self._names = self._names or set(names)
+        if missing := self._names - set(names):
             raise errors.CodecError(f"parameter {min(missing)} was not published: publish every parameter")
         remote = self._peers.swap(self._shards.keep(sent), self.owners)
-        for patch in (*found.patches, *remote):
-            by_name[patch.name].append(patch)
-        patches = [patch for parts in by_name.values() for patch in union(parts)]
+        for patch in filter(lambda patch: patch.index.size, (*found.patches, *remote)):
+            by_name.setdefault(patch.name, []).append(patch)
+        patches = [patch for name in names for patch in union(by_name.get(name, ()))]
         with self._changed:
             self.mirror.keep(found)
             self.mirror.take(remote)
