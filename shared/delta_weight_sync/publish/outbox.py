@@ -298,7 +298,7 @@ class Outbox:
         self._names = self._names or set(by_name)
         if missing := self._names - by_name.keys():
             raise errors.CodecError(f"parameter {min(missing)} was not published: publish every parameter")
-        remote = self._peers.swap(self._shards.keep(sent), self.owners)
+        remote = self._peers.swap(self._shards.keep(sent), self.owners, self.shapes)
         for patch in (*found.patches, *remote):
             by_name[patch.name].append(patch)
         patches = [patch for parts in by_name.values() for patch in union(parts)]
