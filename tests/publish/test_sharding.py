@@ -178,28 +178,18 @@ def _send(publisher: Publisher, model: Model, fails: bool) -> None:
 
 
 def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[str]]:
-    """Run all ranks; each one's results of the jobs. A rank that hangs fails the test."""
-    ranks = [forked.start(_rank, rank, size, layout, folder, jobs) for rank in range(size)]
-    try:
-        for rank in ranks:
-            rank.join(300)
-        assert [rank.exitcode for rank in ranks] == [0] * size
-    finally:
-        for rank in ranks:
-            rank.kill()
+    """Run all ranks; each one's results of the jobs."""
+    assert forked.ranks(_rank, size, folder, layout, jobs) == [0] * size
     return [(folder / f"results-{rank}").read_text().splitlines() for rank in range(size)]
 
 
-def _rank(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> None:
-    torch.set_num_threads(1)
+def _rank(rank: int, folder: Path, layout: str, jobs: list[str]) -> None:
     layout, _, kernels = layout.partition("+")
     with contextlib.ExitStack() as stack:
         if kernels:
             from tests.gpu.interpreted import forced  # imports Triton
 
             stack.enter_context(forced())
-        store = dist.FileStore(f"{folder}/store", size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         results = stack.enter_context((folder / f"results-{rank}").open("w"))
         for job in jobs:
             try:
@@ -207,7 +197,6 @@ def _rank(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> N
                 print(work, file=results)
             except Exception as error:  # noqa: BLE001 - the test reads it
                 print(f"{type(error).__name__}: {error}", file=results)
-        dist.destroy_process_group()
 
 
 def published(folder: Path) -> list[tuple[int, str, dict[str, Any]]]:
