@@ -22,7 +22,6 @@ from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.records import FileRef, Head, Keys, Writer
 from tests.fuzz.forged import written
 from tests.library import wire_reader
-from tests.publish.test_sharding import spawn
 from tests.support.parted import parted
 from tests.support.real_run import RUN, Drifting
 
@@ -106,34 +105,18 @@ def test_the_page_reads_a_run_from_head_to_weights(tmp_path):
     run.close()
     manifest = next(wire_reader.versions(run.folder, RUN))
     weights = wire_reader.built(run.folder, manifest)
-    assert [(ref["base"], ref["version"]) for ref in wire_reader.way(manifest)] == [(0, 8), (8, 9), (9, 10)]
+    steps = [(0, 8), (8, 9), (9, 10)]
+    assert [(ref["base"], ref["version"]) for ref in wire_reader.way(manifest)] == steps
     assert (manifest["version"], manifest["digest"]) == (10, run.digest())
     expected = run.reader.checkout(run.newest, tmp_path / "checkout")
     assert weights == {name: bits.reshape(-1).tolist() for name, bits in expected.items()}
-
-
-@pytest.mark.full
-def test_the_page_reads_each_version_that_two_ranks_published(tmp_path):
-    """The parts of each delta, and the files of an anchor; one tensor is owned by one rank."""
-    [[final], _] = spawn(2, "fsdp", tmp_path, ["fast"])
-    versions = [*wire_reader.versions(tmp_path / "fast" / "bucket", "run")]
-    assert versions[0]["digest"] == final
-    assert [len(version["deltas"]) for version in versions] == [8, 6, 4, 2, 0]
-    for version in versions:
-        assert len(version["anchor"]["files"]) == 4, "config.json, the index and the weights of each rank"
-        wire_reader.built(tmp_path / "fast" / "bucket", version)
-
-
-def test_the_page_takes_parts_together(tmp_path):
-    """Those of a jump, too: it is cheaper than the deltas that it spans."""
-    run = Drifting(tmp_path / "bucket", drift=1e-6)
-    run.steps(10)
-    run.close()
+    # The same run as two ranks publish it: parts are taken together, also those of a jump.
     written(parted(run.reader), tmp_path / "parted")
-    manifest = next(wire_reader.versions(tmp_path / "parted", RUN))
-    steps = [(0, 8), (0, 8), (8, 9), (8, 9), (9, 10), (9, 10)]
-    assert [(ref["base"], ref["version"]) for ref in wire_reader.way(manifest)] == steps
-    wire_reader.built(tmp_path / "parted", manifest)
+    newest, *older = wire_reader.versions(tmp_path / "parted", RUN)
+    assert [(ref["base"], ref["version"]) for ref in wire_reader.way(newest)] == sorted(steps * 2)
+    assert len(newest["anchor"]["files"]) == 4, "config.json, the index and the weights of each rank"
+    for version in (newest, older[4], older[-1]):
+        wire_reader.built(tmp_path / "parted", version)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
