@@ -212,7 +212,6 @@ def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_pa
 
 
 SCHEDULES = 150
-TRIES = 200
 
 
 class Turns:
@@ -326,17 +325,3 @@ def test_whatever_the_order_of_their_requests(tmp_path: Path, weights: Path) -> 
 
         with ThreadPoolExecutor(trainers) as pool:
             check(bucket, run, list(pool.map(train, range(trainers))), 3)
-
-
-@pytest.mark.long
-def test_two_trainers_that_are_started_at_the_same_instant(bucket_url: str, weights: Path) -> None:
-    bucket, both = open_bucket(bucket_url, create=True), threading.Barrier(2)
-
-    def train(run: str) -> list[Manifest]:
-        mine = open_bucket(bucket_url)
-        both.wait(PATIENCE_S)
-        return publish(mine, run, weights, 2)
-
-    with ThreadPoolExecutor(2) as pool:
-        for number in range(TRIES):
-            check(bucket, f"run{number}", list(pool.map(train, [f"run{number}"] * 2)), 2)
