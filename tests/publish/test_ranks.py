@@ -205,7 +205,8 @@ def test_a_rank_that_dies_at_any_moment_leaves_a_whole_version_and_others_go_on(
 
 
 @pytest.mark.full
-def test_several_ranks_publish_to_each_kind_of_store(bucket_url, tmp_path):
+@pytest.mark.parametrize("empty_url", ["s3", "hf"], indirect=True)
+def test_several_ranks_publish_to_other_stores_too(bucket_url, tmp_path):
     (tmp_path / "url").write_text(bucket_url)
     assert start(live, 2, tmp_path, 0, "", -1) == [0] * 2
     newest = reader_of(tmp_path).newest()
