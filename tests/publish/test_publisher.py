@@ -271,16 +271,18 @@ COUNTED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("versions", "most"), [(3, 1.25), (10, 1.9)], ids=["deltas", "and a jump"])
-def test_publishing_takes_one_bf16_copy_of_the_model(tmp_path, versions, most):
+def test_publishing_takes_one_bf16_copy_of_the_model(tmp_path):
     """In its own process, whose peak is counted. A jump holds up to 33 M changes, here two thirds."""
-    command = [sys.executable, "-m", "tests.publish.test_publisher", str(tmp_path), str(versions)]
+    command = [sys.executable, "-m", "tests.publish.test_publisher", str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | COUNTED)
-    assert MIRROR <= int(done.stdout) < most * MIRROR, "one copy, and no second one"
+    deltas, jump = map(int, done.stdout.split())
+    assert MIRROR <= deltas < 1.25 * MIRROR, "one copy, and no second one"
+    assert jump < 1.9 * MIRROR
 
 
-def publish(folder: Path, versions: int) -> int:
-    """Publish versions, 0.5 % changed in each; returns by how many bytes large blocks grew at most.
+def publish(folder: Path) -> None:
+    """Publish ten versions, 0.5 % changed in each; print by how many bytes large blocks grew at most: in
+    three versions, and in all, with a jump.
 
     The copies that jumps are made from are files, whose pages are not counted.
     """
@@ -290,16 +292,17 @@ def publish(folder: Path, versions: int) -> int:
     weights = {f"layer.{i}": torch.randn(800, 800) for i in range(80)}
     publisher = Publisher((folder / "bucket").as_uri(), base=folder)
     before = most_so_far()
-    for sync in range(versions):
+    for sync in range(10):
         publisher.publish(weights.items(), sync)
         newest = publisher.flush()
         assert publisher._outbox
         assert publisher._outbox.shortcuts.idle(600)
+        if sync in (2, 9):
+            print(most_so_far() - before)
         for tensor in weights.values():
             tensor.view(-1)[sync::200] *= 1.01
-    assert len(newest.jumps) == (versions - 2) // 8
+    assert len(newest.jumps) == 1
     publisher.close()
-    return most_so_far() - before
 
 
 def most_so_far() -> int:
@@ -315,4 +318,4 @@ def most_so_far() -> int:
 
 
 if __name__ == "__main__":
-    print(publish(Path(sys.argv[1]), int(sys.argv[2])))
+    publish(Path(sys.argv[1]))
