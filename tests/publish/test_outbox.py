@@ -67,9 +67,9 @@ def one_by_one(bucket: Bucket, put: Callable[[str, bytes | Path], None], monkeyp
 @pytest.mark.parametrize("part", ["deltas/", "manifests/", "heads/"])
 @pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
 def test_a_failing_upload_is_repeated_and_nothing_is_lost(
-    make_run_anywhere, tmp_path, monkeypatch, caplog, part, stored
+    make_run, tmp_path, monkeypatch, caplog, part, stored
 ):
-    run = make_run_anywhere()
+    run = make_run()
     put, failures = run.reader.bucket.put, [3]
 
     def failing_put(key: str, data: bytes | Path) -> None:
