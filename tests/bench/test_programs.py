@@ -77,15 +77,6 @@ def test_the_checks_of_kernels_need_only_the_packages_that_the_command_names():
     assert done.stdout.count("is not installed: the section was left out") == 3
 
 
-@pytest.mark.long  # what it checks, tests/gpu does piece by piece
-def test_without_a_gpu_the_kernels_are_interpreted():
-    done = said("-m", "bench.gpu_check", "--interpret")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| PASS")]
-    assert len(rows) == 10
-    assert "speed: unmeasured" in done.stdout
-
-
 def test_the_page_has_the_predictions_that_the_command_prints():
     from bench.gpu_check import predict
 
