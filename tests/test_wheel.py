@@ -50,7 +50,7 @@ def test_it_holds_the_library_only(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     info = f"delta_weight_sync-{delta_weight_sync.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"delta_weight_sync", info}
-    assert {"delta_weight_sync/py.typed", "delta_weight_sync/compat.toml"} <= {*names}
+    assert {f"delta_weight_sync/{name}" for name in ("py.typed", "compat.toml", "sizes.json")} <= {*names}
     sources = {
         str(path.relative_to(ROOT / "shared"))
         for path in (ROOT / "shared" / "delta_weight_sync").rglob("*.py")

@@ -39,6 +39,10 @@ PRICES_READ_ON: Final = "2026-11-21"
 PRICES_SOURCE: Final = "https://huggingface.co/docs/hub/spaces-gpus"
 
 
+def _read(file: str) -> Any:
+    return json.loads(Path(__file__).with_name(file).read_text())
+
+
 class Hardware(NamedTuple):
     """A hardware option of Spaces: US dollars per hour, number of GPUs, 10^9 bytes of memory of each GPU."""
 
@@ -49,8 +53,7 @@ class Hardware(NamedTuple):
 
 # From the Hub's documentation (spaces-gpus, jobs-pricing). Spaces are billed by the minute while they run,
 # not while they build, sleep or are paused. T4 is left out: it has no bf16, and the weights are bf16.
-_ROWS: dict[str, list[Any]] = json.loads(Path(__file__).with_name("prices.json").read_text())
-HARDWARE: Final = {name: Hardware(*row) for name, row in _ROWS.items()}
+HARDWARE: Final[dict[str, Hardware]] = {name: Hardware(*row) for name, row in _read("prices.json").items()}
 GPUS: Final = tuple(name for name, hardware in HARDWARE.items() if hardware.gpus)
 PRIVATE_USD_TB_MONTH: Final = 18.0  # private storage beyond the included amount; less from 50 TB on
 INCLUDED_TB: Final = 1.0  # with PRO, or per seat of an organization
@@ -68,23 +71,7 @@ class Sizes(NamedTuple):
 # "fp32": section "growth" of the bench, 63 M weights in the shapes of Qwen3-0.6B, late in a run. "fp32-start"
 # (SmolLM2-135M) and "bf16" (shaped as "fp32"): section "size" at 1 %, else measured 2026-11-21 by
 # `bench.deltas.smollm2(GRID, share)` and `bench.deltas.qwen(BF16, share, 63 M weights)`.
-SIZES: Final[dict[Trainer, Sizes]] = {
-    "fp32": Sizes(
-        shares=(0.000992, 0.002969, 0.009905, 0.029759, 0.100022, 0.300014),
-        fast=(1.6886, 1.4649, 1.2470, 1.0726, 0.8705, 0.7064),
-        small=(1.1785, 1.0259, 0.8888, 0.7759, 0.6535, 0.5506),
-    ),
-    "fp32-start": Sizes(
-        shares=(0.001006, 0.003000, 0.009865, 0.029895, 0.099790, 0.300080),
-        fast=(1.8212, 1.5451, 1.3033, 1.0977, 0.8773, 0.7095),
-        small=(0.7929, 0.7201, 0.6643, 0.6677, 0.6398, 0.5514),
-    ),
-    "bf16": Sizes(
-        shares=(0.000993, 0.002932, 0.009883, 0.029891, 0.100058, 0.300022),
-        fast=(1.8810, 1.6476, 1.4140, 1.2183, 0.9894, 0.7780),
-        small=(0.6033, 0.5717, 0.5454, 0.5452, 0.5473, 0.5364),
-    ),
-}
+SIZES: Final[dict[Trainer, Sizes]] = {trainer: Sizes(**row) for trainer, row in _read("sizes.json").items()}
 # Versions in a jump -> changes relative to one version; section "joining".
 MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.1}
 _TABLE_BYTES: Final = 75.0  # in a delta file's header, for each tensor that changed

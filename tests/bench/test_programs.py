@@ -77,15 +77,6 @@ def test_the_checks_of_kernels_need_only_the_packages_that_the_command_names():
     assert done.stdout.count("is not installed: the section was left out") == 3
 
 
-@pytest.mark.long  # what it checks, tests/gpu does piece by piece
-def test_without_a_gpu_the_kernels_are_interpreted():
-    done = said("-m", "bench.gpu_check", "--interpret")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| PASS")]
-    assert len(rows) == 10
-    assert "speed: unmeasured" in done.stdout
-
-
 def test_the_page_has_the_predictions_that_the_command_prints():
     from bench.gpu_check import predict
 
@@ -107,7 +98,7 @@ def test_the_trainers_parts_pass_here_too():
 
 @pytest.mark.full
 def test_without_a_gpu_and_unasked_it_says_what_to_do():
-    done = said("-m", "bench.gpu_check")
+    done = said("-m", "bench.gpu_check", "--section", "exact")
     sentence = "FAIL | there is no GPU that torch can use; --interpret checks the kernels without one"
     assert (done.returncode, sentence in done.stdout) == (1, True)
 

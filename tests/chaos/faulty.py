@@ -25,6 +25,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 
 RUN = "chaos"
+OPERATIONS = {"put", "get", "fetch", "stat", "list", "delete"}
 STALL_S = 0.3
 SMALL_FILE = 600  # bytes that a file may have while the disk is full
 WRITES = {"open", "os.rename", "os.remove", "os.mkdir", "os.symlink", "shutil.copyfile", "shutil.rmtree"}
@@ -55,31 +56,21 @@ class Faulty:
         with self._lock:
             self._fault, self._seen, self.struck = fault, 0, 0
 
-    def put(self, key: str, data: bytes | Path) -> None:
-        self._do("put", key, lambda: self._bucket.put(key, data), data)
-
     def put_all(self, objects: Sequence[tuple[str, bytes]], _: object = None) -> None:
         """One after the other: a batch of the Hub that ends in the middle leaves the first objects, too."""
         for key, data in objects:
             self.put(key, data)
 
-    def get(self, key: str) -> Any:
-        return self._do("get", key, lambda: self._bucket.get(key))
+    def __getattr__(self, op: str) -> Any:
+        real = getattr(self._bucket, op)
+        if op not in OPERATIONS:  # what only some stores can do
+            return real
 
-    def fetch(self, key: str, dest: Path, limit: int) -> Any:
-        return self._do("fetch", key, lambda: self._bucket.fetch(key, dest, limit), dest)
+        def operation(key: Any, *more: Any) -> Any:
+            one = "" if op == "delete" else key  # which takes several keys
+            return self._do(op, one, lambda: real(key, *more), *more[:1])
 
-    def stat(self, key: str) -> Any:
-        return self._do("stat", key, lambda: self._bucket.stat(key))
-
-    def list(self, prefix: str) -> Any:
-        return self._do("list", prefix, lambda: self._bucket.list(prefix))
-
-    def delete(self, keys: Sequence[str]) -> None:
-        self._do("delete", "", lambda: self._bucket.delete(keys))
-
-    def __getattr__(self, name: str) -> Any:  # what only some stores can do
-        return getattr(self._bucket, name)
+        return operation
 
     def _do(self, op: str, key: str, real: Callable[[], Any], data: bytes | Path | None = None) -> Any:
         """The answer of `real`, unless a fault is due. `data`: what to put, or the file to fetch to."""

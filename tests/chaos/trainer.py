@@ -1,6 +1,5 @@
 """A trainer without the training: it moves weights at random and publishes them by the real `Publisher`."""
 
-import os
 import threading
 from pathlib import Path
 from typing import NamedTuple
@@ -124,30 +123,19 @@ class Truth:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
-        self._known: dict[tuple[str, int], str] = {}
+        self._path = path
         path.touch()
 
     def tell(self, writer: str, sync: int, digest: str) -> None:
-        line = f"{writer} {sync} {digest}\n".encode()
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-        os.write(file, line)
-        os.close(file)
+        with self._path.open("a") as file:
+            file.write(f"{writer} {sync} {digest}\n")
 
     def digest(self, writer: str, sync: int) -> str | None:
-        self._refresh()
-        return self._known.get((writer, sync))
+        return self._known().get((writer, f"{sync}"))
 
     def holds(self, digest: str) -> bool:
-        self._refresh()
-        return digest in self._known.values()
+        return digest in self._known().values()
 
-    def _refresh(self) -> None:
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            lines = file.read()
-        whole = lines[: lines.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.decode().splitlines():
-            writer, sync, digest = line.split()
-            self._known[writer, int(sync)] = digest
+    def _known(self) -> dict[tuple[str, str], str]:
+        lines = self._path.read_text().split("\n")[:-1]  # another process may be writing the last one
+        return {(writer, sync): digest for writer, sync, digest in map(str.split, lines)}

@@ -5,22 +5,13 @@ The process has one thread, so that it can fork at any time, and loads compiled 
 
 import itertools
 import os
-import pkgutil
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from delta_weight_sync.cli import main
-
-# Between any two of these calls, the disk does not change by the follower.
-MOMENTS = (
-    *("shutil.rmtree", "shutil.copyfile", "delta_weight_sync.codec.apply"),
-    *("pathlib.Path.mkdir", "pathlib.Path.unlink", "pathlib.Path.write_bytes", "pathlib.Path.write_text"),
-    *("pathlib.Path.rename", "pathlib.Path.replace", "pathlib.Path.symlink_to"),
-)
+from tests.chaos.faulty import Mortal
 
 
 def follow(url: str, before: Path, folders: Path) -> None:
@@ -46,21 +37,8 @@ def _once(url: str, folder: Path) -> None:
 
 
 def _once_or_die(url: str, folder: Path, last: int) -> None:
-    numbers = itertools.count(1)
-
-    def or_die(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **words: Any) -> Any:
-            if next(numbers) == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments, **words)
-
-        return call
-
     try:
-        for name in MOMENTS:
-            place, attribute = name.rsplit(".", 1)
-            owner = pkgutil.resolve_name(place)
-            setattr(owner, attribute, or_die(getattr(owner, attribute)))
+        Mortal().die_writing(last, str(folder))
         _once(url, folder)
         os._exit(0)
     finally:

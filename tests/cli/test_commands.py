@@ -117,12 +117,16 @@ def test_a_reader_that_has_seen_enough_is_no_fault(finished):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_listing_versions_waits_for_neither_torch_nor_numba(finished):
+@pytest.mark.parametrize(
+    ("name", "heavy"), [("log", {"torch", "numba", "huggingface_hub"}), ("verify", {"torch"})]
+)
+def test_what_takes_seconds_to_import_is_not_waited_for(finished, name, heavy):
+    """`verify` reads and writes checkpoints."""
     code = f"""
 import sys
 from delta_weight_sync.cli import main
-main(["log", {finished[0]!r}])
-sys.exit(" and ".join(sorted({{"torch", "numba", "huggingface_hub"}} & set(sys.modules))) or 0)
+main([{name!r}, {finished[0]!r}])
+sys.exit(" and ".join(sorted({heavy} & set(sys.modules))) or 0)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")

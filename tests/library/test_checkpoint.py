@@ -1,8 +1,5 @@
 """Checkpoints as bits: exactly what torch casts, without torch. The digest counts every bit."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from delta_weight_sync import digest
-from delta_weight_sync.checkpoint import read_bits, shapes_in, to_bits, to_nearest, write_bits
+from delta_weight_sync.checkpoint import read_bits, shapes_in, to_bits, to_nearest
 from delta_weight_sync.errors import CheckpointError
 
 EVERY_16 = np.arange(1 << 16, dtype=np.uint16)
@@ -60,17 +57,6 @@ def test_a_checkpoint_of_any_float_is_read_in_its_shapes(tmp_path):
     }
     for name, tensor in weights.items():
         np.testing.assert_array_equal(read[name], to_bits(tensor))
-
-
-def test_reading_and_writing_load_no_torch(tmp_path):
-    write_bits({"w": (2, 3)}, lambda _: np.ones((2, 3), np.uint16), tmp_path / "model.safetensors")
-    save_file({"f": torch.ones(4)}, tmp_path / "more.safetensors")
-    code = (
-        "import sys, pathlib; from delta_weight_sync.checkpoint import read_bits;"
-        f"print(dict(read_bits(pathlib.Path({str(tmp_path)!r}))).keys()); assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "dict_keys(['w', 'f'])"
 
 
 def test_what_is_no_checkpoint_says_so(tmp_path):

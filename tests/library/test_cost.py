@@ -79,7 +79,7 @@ def test_the_parts_of_a_live_replica():
 
 
 def test_the_table_of_sizes_is_what_bench_measured():
-    """Copy a new measurement that differs to delta_weight_sync/cost.py."""
+    """Copy a new measurement that differs to delta_weight_sync/sizes.json."""
     rows = [(row["share"], row["per_change"]) for row in MEASURED["growth"]["changes"]]
     for row, expected in zip(zip(*cost.SIZES["fp32"], strict=True), rows, strict=True):
         assert_sizes(row, *expected)

@@ -1,7 +1,6 @@
 """A run's log holds what a trainer, a replica or anybody who may write put there; it stays readable."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from delta_weight_sync.runlog import (
 from delta_weight_sync.store import Bucket, open_bucket
 from tests.support.http_server import answering
 from tests.support.records import commit, status, sync
-from tests.support.waiting import PATIENCE_S, soon
+from tests.support.waiting import soon
 from trainer import observe
 from trainer.observe import ReplicaWatch
 from trainer.spaces import Fleet
@@ -197,28 +196,3 @@ def test_strange_objects_beside_the_log_leave_no_gap_in_it(bucket: Bucket) -> No
     log.append(sync(0, 9))
     log.close()
     assert read(bucket) == ([sync(0, 9)], 0)
-
-
-def test_two_threads_that_flush_write_one_after_the_other(bucket: Bucket) -> None:
-    """Otherwise the older lines may end up on top of the newer ones."""
-    begun, overtaken, written = threading.Event(), threading.Event(), list[int]()
-    log, put = RunLogWriter(bucket, "r", every_s=3600), bucket.put
-
-    def slow_put(key: str, data: bytes) -> None:
-        begun.set()
-        if b"\n" not in data:
-            overtaken.wait(0.3)  # as long as a second upload has to begin
-        put(key, data)
-        written.append(data.count(b"\n") + 1)
-        overtaken.set()
-
-    bucket.put = slow_put
-    log.append(sync(0, 1100))
-    flushing = threading.Thread(target=log.flush)
-    flushing.start()
-    assert begun.wait(PATIENCE_S)
-    log.append(sync(1, 9))
-    log.flush()
-    flushing.join()
-    log.close()
-    assert written == [1, 2]

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import random
 import shutil
 import signal
@@ -10,8 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.watch import Watcher
 from tests import forked
+from tests.chaos.faulty import Fault, Faulty
 from tests.cli.command import command
 from tests.fuzz import forged
 from tests.support.real_run import Drifting, is_built
@@ -146,73 +145,48 @@ def test_a_flipped_byte_in_any_object_is_refused_by_name(written):
 
 
 BASE = 6  # objects of a run's first version: a claim, weights, config.json, run.json, manifest, HEAD
-CLAIM = 1  # a later trainer takes over with a HEAD of its own
-HEADS = (4, 7)  # then come delta, manifest and HEAD per version
+HEADS = (4, 7)  # a later trainer takes over with a HEAD of its own; then come delta, manifest and HEAD
 
 
-def publish_until_killed(url: str, assets: Path, last: int, whole: bool) -> None:
-    """Publish version after version, and die at object number `last`: with half of it written, or all."""
-    bucket, numbers = open_bucket(url, create=True), itertools.count(1)
-    put = bucket.put
-
-    def put_or_die(key: str, data: bytes | Path) -> None:
-        if "/log/" in key or next(numbers) != last:
-            return put(key, data)
-        if whole:
-            put(key, data)
-            _die()
-        with mock.patch("delta_weight_sync.store._files._write", _write_half):
-            return put(key, data)
-
-    with mock.patch.object(bucket, "put", put_or_die):
-        outbox = Outbox(RunWriter(bucket, RUN, model="policy", assets=assets), RunLogWriter(bucket, RUN))
-        weights = {"embed.weight": torch.ones(600, 100), "norm.weight": torch.ones(64)}
-        for sync in itertools.count(1):
-            weights["embed.weight"][0] = torch.randn(100)  # few changes: no anchor is due in this test
-            outbox.publish(weights.items(), sync)
-            outbox.flush()
+def publish_until_killed(url: str, assets: Path, last: int) -> None:
+    """Publish version after version, and die when object number `last` is stored."""
+    bucket = Faulty(open_bucket(url, create=True))
+    bucket.arm(Fault("kill after", last, 1, ("put",)))
+    outbox = Outbox(RunWriter(bucket, RUN, model="policy", assets=assets), RunLogWriter(bucket, RUN))
+    weights = {"embed.weight": torch.ones(600, 100), "norm.weight": torch.ones(64)}
+    for sync in itertools.count(1):
+        weights["embed.weight"][0] = torch.randn(100)  # few changes: no anchor is due in this test
+        outbox.publish(weights.items(), sync)
+        outbox.flush()
 
 
-def _write_half(file: BinaryIO, data: bytes | Path) -> None:
-    content = data if isinstance(data, bytes) else data.read_bytes()
-    file.write(content[: len(content) // 2])
-    file.flush()
-    _die()
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed(url: str, assets: Path, last: int, whole: bool) -> None:
-    trainer = forked.start(publish_until_killed, url, assets, last, whole)
+def killed(url: str, assets: Path, last: int) -> None:
+    trainer = forked.start(publish_until_killed, url, assets, last)
     trainer.join(300)
     assert trainer.exitcode == -signal.SIGKILL
 
 
 def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_path):
-    """-9 in the middle of each object and right after it: HEAD can be rebuilt, the next trainer goes on."""
+    """-9 after each object: HEAD can be rebuilt, the next trainer goes on. A folder shows no half object."""
     url, assets = (tmp_path / "bucket").as_uri(), tmp_path / "assets"
     assets.mkdir()
     (assets / "config.json").write_text("{}")
     early = (tmp_path / "early").as_uri()
-    killed(early, assets, BASE - 1, True)
+    killed(early, assets, BASE - 1)
     assert RunReader(open_bucket(early), RUN).newest() is None
-    killed(url, assets, BASE, True)
+    killed(url, assets, BASE)
     reader = RunReader(open_bucket(url), RUN)
     newest, decided = 0, 0  # the second: its manifest is whole, and HEAD did not move any more
-    for last, whole in itertools.product(range(1, max(HEADS) + 1), (False, True)):
-        killed(url, assets, last, whole)
-        written = last if whole else last - 1
-        newest += (decided if written >= CLAIM else 0) + sum(written >= head for head in HEADS)
-        decided = sum(written == head - 1 for head in HEADS) if written >= CLAIM else decided
-        assert reader.manifest().version == newest, f"object {last}, whole: {whole}"
+    for last in range(1, max(HEADS) + 1):
+        killed(url, assets, last)
+        newest += decided + sum(last >= head for head in HEADS)
+        decided = sum(last == head - 1 for head in HEADS)
+        assert reader.manifest().version == newest, f"object {last}"
         result = command("verify", url)
         assert result.code == 0, result.complaint
 
 
 SCHEDULES = 150
-TRIES = 200
 
 
 class Turns:
@@ -326,17 +300,3 @@ def test_whatever_the_order_of_their_requests(tmp_path: Path, weights: Path) -> 
 
         with ThreadPoolExecutor(trainers) as pool:
             check(bucket, run, list(pool.map(train, range(trainers))), 3)
-
-
-@pytest.mark.long
-def test_two_trainers_that_are_started_at_the_same_instant(bucket_url: str, weights: Path) -> None:
-    bucket, both = open_bucket(bucket_url, create=True), threading.Barrier(2)
-
-    def train(run: str) -> list[Manifest]:
-        mine = open_bucket(bucket_url)
-        both.wait(PATIENCE_S)
-        return publish(mine, run, weights, 2)
-
-    with ThreadPoolExecutor(2) as pool:
-        for number in range(TRIES):
-            check(bucket, f"run{number}", list(pool.map(train, [f"run{number}"] * 2)), 2)

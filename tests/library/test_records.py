@@ -169,17 +169,6 @@ def test_a_part_that_cannot_be_read_is_none_of_use(part):
     assert manifest.recipe_without({f"0-3{part}", f"0-1{part}"}, held=1).deltas == tuple(PARTS[2:])
 
 
-@pytest.mark.parametrize("order", [[0, 2, 1, 3, 4, 5], [0, 2, 4, 1, 3, 5], [2, 3, 0, 1, 4, 5]])
-def test_parts_that_are_not_adjacent_are_refused(order):
-    with pytest.raises(ValueError, match="do not lead to version 3 one by one"):
-        with_links([PARTS[at] for at in order], [])
-
-
-def test_a_jump_of_one_version_is_refused():
-    with pytest.raises(ValueError, match="a jump spans less than two versions"):
-        with_links(PARTS, PARTS[-2:])
-
-
 def test_a_recipe_of_as_many_deltas_as_a_manifest_may_name_takes_little_memory():
     """A forged manifest names them all; a recipe for each version on the way would take a gigabyte."""
     tracemalloc.start()

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,12 +14,10 @@ from delta_weight_sync import Publisher, codec, open_run
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError, FencedError, UndoLogError
-from delta_weight_sync.publish.outbox import Outbox, PendingUpdate
+from delta_weight_sync.publish.outbox import PendingUpdate
 from delta_weight_sync.publish.shortcuts import undone
 from delta_weight_sync.publish.undo import UndoLog, bf16_bits
-from delta_weight_sync.publish.writer import RunWriter
-from delta_weight_sync.reader import RunReader
-from delta_weight_sync.runlog import RunLogReader, RunLogWriter, SyncEvent
+from delta_weight_sync.runlog import RunLogReader, SyncEvent
 from delta_weight_sync.store import Bucket, open_bucket
 from tests.support.real_run import PATIENCE_S, RUN, TENSORS, Drifting, SlowLink
 
@@ -70,9 +67,9 @@ def one_by_one(bucket: Bucket, put: Callable[[str, bytes | Path], None], monkeyp
 @pytest.mark.parametrize("part", ["deltas/", "manifests/", "heads/"])
 @pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
 def test_a_failing_upload_is_repeated_and_nothing_is_lost(
-    make_run_anywhere, tmp_path, monkeypatch, caplog, part, stored
+    make_run, tmp_path, monkeypatch, caplog, part, stored
 ):
-    run = make_run_anywhere()
+    run = make_run()
     put, failures = run.reader.bucket.put, [3]
 
     def failing_put(key: str, data: bytes | Path) -> None:
@@ -196,23 +193,6 @@ def test_another_model_is_refused_and_nothing_follows(make_run, tmp_path, names,
         with pytest.raises(ValueError, match=sentence):
             again()
     assert rebuilt(run, tmp_path) == run.newest.digest != run.digest()
-
-
-def test_a_first_version_that_failed_is_not_followed_by_a_second(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
-    bucket, weights = open_bucket(f"file://{tmp_path}/bucket", create=True), {"w": torch.ones(8)}
-    writer = RunWriter(bucket, RUN, model="m", assets=tmp_path)
-    with (
-        closing(RunLogWriter(bucket, RUN, every_s=3600)) as log,
-        closing(Outbox(writer, log)) as outbox,
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(bucket, "put", mock.Mock(side_effect=BucketUnreachableError("no link")))
-            with pytest.raises(BucketUnreachableError):
-                outbox.publish(weights.items(), 0)
-        with pytest.raises(BucketUnreachableError):
-            outbox.publish(weights.items(), 1)
-    assert RunReader(bucket, RUN).newest() is None
 
 
 def test_the_log_tells_what_was_published(make_run):

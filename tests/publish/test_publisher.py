@@ -78,7 +78,7 @@ def test_a_run_is_published_in_three_lines_and_each_version_told_once_a_reader_f
     np.testing.assert_array_equal(state["embed.weight"], to_bits(weights["embed.weight"]))
 
 
-def test_a_version_is_a_whole_checkpoint_though_a_part_of_the_model_is_frozen(url, base, tmp_path):
+def test_a_version_is_a_whole_checkpoint_though_a_part_of_the_model_is_frozen(url, base, tmp_path, caplog):
     with Publisher(f"{url}#first", base) as publisher:
         publisher.publish(trained(base).items())
         publisher.publish(trained(base).items())
@@ -96,6 +96,8 @@ def test_a_version_is_a_whole_checkpoint_though_a_part_of_the_model_is_frozen(ur
     assert config["dtype"] == config["vision_config"]["dtype"] == "bfloat16"
     info = json.loads(open_bucket(url).get("runs/first/run.json"))
     assert info["model"] == "my-policy", "the folder's name, not where it is"
+    said = [record.message for record in caplog.records]
+    assert said == ["2 untrained tensors were taken from my-policy (tower.norm, tower.weight)"], "once"
 
 
 def test_other_names_are_taken_where_nothing_is_missing(url, base, tmp_path):
@@ -147,18 +149,11 @@ def test_a_base_that_the_policy_was_not_loaded_from_is_an_error(url, base, chang
     """Otherwise a version would be a mixture of two models, or one that no server can load."""
     (base / "config.json").write_text(json.dumps({"tie_word_embeddings": True} | config))
     weights = trained(base) | {name: torch.full(shape, 7.0) for name, shape in changes.items()}
-    with pytest.raises(DeltaWeightSyncError, match=sentence), Publisher(url, base) as publisher:
-        publisher.publish(weights.items())
+    with contextlib.closing(Publisher(url, base)) as publisher:
+        for _ in range(2):  # a first version that failed is not followed by a second
+            with pytest.raises(DeltaWeightSyncError, match=sentence):
+                publisher.publish(weights.items())
     assert open_run(f"{url}#main").newest() is None
-
-
-def test_what_is_not_trained_is_said_once(url, base, caplog):
-    with Publisher(url, base) as publisher:
-        for _ in range(2):
-            publisher.publish(trained(base).items())
-    assert [r.message for r in caplog.records] == [
-        "2 untrained tensors were taken from my-policy (tower.norm, tower.weight)"
-    ]
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -271,16 +266,18 @@ COUNTED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("versions", "most"), [(3, 1.25), (10, 1.9)], ids=["deltas", "and a jump"])
-def test_publishing_takes_one_bf16_copy_of_the_model(tmp_path, versions, most):
+def test_publishing_takes_one_bf16_copy_of_the_model(tmp_path):
     """In its own process, whose peak is counted. A jump holds up to 33 M changes, here two thirds."""
-    command = [sys.executable, "-m", "tests.publish.test_publisher", str(tmp_path), str(versions)]
+    command = [sys.executable, "-m", "tests.publish.test_publisher", str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | COUNTED)
-    assert MIRROR <= int(done.stdout) < most * MIRROR, "one copy, and no second one"
+    deltas, jump = map(int, done.stdout.split())
+    assert MIRROR <= deltas < 1.25 * MIRROR, "one copy, and no second one"
+    assert jump < 1.9 * MIRROR
 
 
-def publish(folder: Path, versions: int) -> int:
-    """Publish versions, 0.5 % changed in each; returns by how many bytes large blocks grew at most.
+def publish(folder: Path) -> None:
+    """Publish ten versions, 0.5 % changed in each; print by how many bytes large blocks grew at most: in
+    three versions, and in all, with a jump.
 
     The copies that jumps are made from are files, whose pages are not counted.
     """
@@ -290,16 +287,17 @@ def publish(folder: Path, versions: int) -> int:
     weights = {f"layer.{i}": torch.randn(800, 800) for i in range(80)}
     publisher = Publisher((folder / "bucket").as_uri(), base=folder)
     before = most_so_far()
-    for sync in range(versions):
+    for sync in range(10):
         publisher.publish(weights.items(), sync)
         newest = publisher.flush()
         assert publisher._outbox
         assert publisher._outbox.shortcuts.idle(600)
+        if sync in (2, 9):
+            print(most_so_far() - before)
         for tensor in weights.values():
             tensor.view(-1)[sync::200] *= 1.01
-    assert len(newest.jumps) == (versions - 2) // 8
+    assert len(newest.jumps) == 1
     publisher.close()
-    return most_so_far() - before
 
 
 def most_so_far() -> int:
@@ -315,4 +313,4 @@ def most_so_far() -> int:
 
 
 if __name__ == "__main__":
-    print(publish(Path(sys.argv[1]), int(sys.argv[2])))
+    publish(Path(sys.argv[1]))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from delta_weight_sync import Publisher, codec
 from delta_weight_sync.checkout import follow
@@ -54,33 +53,10 @@ def reader_of(folder: Path) -> RunReader:
 
 
 def start(work: Callable[..., None], size: int, folder: Path, *arguments: object) -> list[int | None]:
-    """Run `work` on each rank; returns the exit codes. A rank that hangs fails the test."""
+    """As `forked.ranks`, with a base in the folder."""
     (folder / "base").mkdir(parents=True, exist_ok=True)
     (folder / "base" / "config.json").write_text("{}")
-    (folder / "store").unlink(missing_ok=True)
-    environ = {key: value for key, value in os.environ.items() if key.startswith(("HF_", "AWS_"))}
-    arguments = (environ, *arguments)  # the ranks' parent was started earlier
-    ranks = [forked.start(_rank, work, rank, size, folder, *arguments) for rank in range(size)]
-    try:
-        for rank in ranks:
-            rank.join(300)
-        return [rank.exitcode for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
-def _rank(
-    work: Callable[..., None], rank: int, size: int, folder: Path, environ: dict[str, str], *arguments: object
-) -> None:
-    os.environ.update(environ)
-    torch.set_num_threads(1)
-    if size > 1:
-        store = dist.FileStore(f"{folder}/store", size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    work(rank, folder, *arguments)
-    if size > 1:
-        dist.destroy_process_group()
+    return forked.ranks(work, size, folder, *arguments)
 
 
 def publisher(folder: Path, **options: Any) -> Publisher:
@@ -229,7 +205,8 @@ def test_a_rank_that_dies_at_any_moment_leaves_a_whole_version_and_others_go_on(
 
 
 @pytest.mark.full
-def test_several_ranks_publish_to_each_kind_of_store(bucket_url, tmp_path):
+@pytest.mark.parametrize("empty_url", ["s3", "hf"], indirect=True)
+def test_several_ranks_publish_to_other_stores_too(bucket_url, tmp_path):
     (tmp_path / "url").write_text(bucket_url)
     assert start(live, 2, tmp_path, 0, "", -1) == [0] * 2
     newest = reader_of(tmp_path).newest()

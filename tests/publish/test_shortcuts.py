@@ -65,8 +65,7 @@ def jumps(
     return [path.read_bytes() for path in jumps]
 
 
-@pytest.mark.parametrize("encoding", ["fast", "small"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "encoding"), [(torch.float32, "fast"), (torch.bfloat16, "small")])
 def test_a_jump_merged_from_patches_is_the_difference_of_two_checkpoints(
     tmp_path, monkeypatch, dtype, encoding
 ):

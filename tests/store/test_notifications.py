@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Iterator
+from random import Random
 from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
 
+from bench.fleet.hub import Hub, Limits
 from delta_weight_sync.errors import BucketError
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_store
@@ -150,38 +152,21 @@ def test_a_refusal_that_names_hours_or_nothing_is_waited_for_less(clock, quota):
     assert (waits[0], waits[-1]) == (4.0, LONGEST_BLOCK_S)
 
 
-class Hub:
-    """Counts requests of one user in windows of five minutes, as the real one does, and says what is left."""
-
-    WINDOW_S = 300.0
-
-    def __init__(self, clock: Clock, allowed: int) -> None:
-        self.clock, self.allowed, self.used, self.refusals, self._window = clock, allowed, 0, 0, -1
-
-    def ask(self, quota: Quota) -> None:
-        window, into = divmod(self.clock.now, self.WINDOW_S)
-        if window != self._window:
-            self._window, self.used = window, 0
-        self.used += 1
-        if self.used > self.allowed:
-            self.refusals += 1
-            quota.refused(self.WINDOW_S - into)
-        else:
-            quota.left(self.allowed - self.used, self.WINDOW_S - into)
-
-
 @pytest.mark.parametrize("replicas", [1, 16, 64, 256])
 def test_replicas_of_one_user_share_its_quota(clock, replicas):
-    hub, quotas = Hub(clock, allowed=5000), [Quota(clock) for _ in range(replicas)]
+    """Of 5,000 requests in windows of five minutes, as the real Hub counts them."""
+    hub = Hub(clock, Random(0), Limits(files=5000), event_s=0.0, lost=0.0)
+    quotas = [Quota(clock) for _ in range(replicas)]
     notices = [Notifications(quota, clock) for quota in quotas]
     looked = 0
     for turn in range(600):
         for place, (notice, quota) in enumerate(zip(notices, quotas, strict=True)):
             clock.now = 1200.0 + turn + place / replicas
             if notice.due(1.0):
-                hub.ask(quota)
+                left, seconds, allowed = hub.answer("files")
+                quota.left(int(left), seconds) if allowed else quota.refused(seconds)
                 looked += 1
-    assert hub.refusals == 0
+    assert hub.refused == 0
     assert looked >= min(600 * replicas, 2 * 5000) * 0.4, "and use much of it"
     slowest = max(quota.interval(1.0) for quota in quotas)
     assert slowest == 1.0 if replicas == 1 else slowest <= 60.0

@@ -298,7 +298,7 @@ class Outbox:
         self._names = self._names or set(names)
         if missing := self._names - set(names):
             raise errors.CodecError(f"parameter {min(missing)} was not published: publish every parameter")
-        remote = self._peers.swap(self._shards.keep(sent), self.owners)
+        remote = self._peers.swap(self._shards.keep(sent), self.owners, self.shapes)
         for patch in filter(lambda patch: patch.index.size, (*found.patches, *remote)):
             by_name.setdefault(patch.name, []).append(patch)
         patches = [patch for name in names for patch in union(by_name.get(name, ()))]

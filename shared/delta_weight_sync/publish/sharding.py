@@ -10,22 +10,21 @@ stop with its message.
 import contextlib
 import datetime
 import functools
-import json
 import math
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from delta_weight_sync.checkpoint import to_bits
-from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.checkpoint import Shapes, to_bits
+from delta_weight_sync.codec import Bits, Decoded, Index, Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CodecError, PeerError
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place
@@ -213,14 +212,15 @@ class Peers:
             raise
         self.exchange(None)
 
-    def swap(self, patches: Iterable[Patch], owners: Mapping[str, int]) -> list[Patch]:
+    def swap(self, patches: Iterable[Patch], owners: Mapping[str, int], shapes: Shapes) -> list[Patch]:
         """Send each patch to the owner of its tensor. Returns the patches for this rank, rank by rank."""
         if self._group is None:
             return []
         outgoing: list[list[Patch]] = [[] for _ in range(self.size)]
         for patch in patches:
             outgoing[owners[patch.name]].append(patch)
-        packed = [*map(_pack, outgoing)]
+        pickles = (pickle.dumps(Decoded.of(some), pickle.HIGHEST_PROTOCOL) for some in outgoing)
+        packed = [np.frombuffer(each, np.uint8) for each in pickles]
         sizes = [size[self.rank] for size in self.exchange([data.size for data in packed])]
         coming = np.empty(sum(sizes), np.uint8)
         with self._contact():
@@ -231,7 +231,8 @@ class Peers:
                 [data.size for data in packed],
                 group=self._group,
             )
-        return [patch for data in np.split(coming, np.cumsum(sizes[:-1])) for patch in _unpack(data)]
+        parts = np.split(coming, np.cumsum(sizes[:-1]))
+        return [patch for part in parts for patch in pickle.loads(part.data).patches(shapes)]
 
     def scatter(
         self, tensors: Iterable[tuple[str, Bits]], owners: Owners
@@ -264,32 +265,6 @@ class Peers:
         with self._contact():
             dist.broadcast(_wire(column.reshape(-1)), source, group=self._group)
         return column
-
-
-def _pack(patches: Sequence[Patch]) -> NDArray[np.uint8]:
-    """Patches as bytes: the length of the table (int64), the table (JSON), positions and ULPs."""
-    if not patches:
-        return np.empty(0, np.uint8)
-    rows = [(patch.name, patch.shape, patch.index.size) for patch in patches]
-    table = np.frombuffer(json.dumps(rows).encode(), np.uint8)
-    index, ulps = (np.concatenate(c) for c in zip(*((p.index, p.ulps) for p in patches), strict=True))
-    columns = np.array([table.size]), index, ulps
-    length, *rest = (column.view(np.uint8) for column in columns)
-    return np.concatenate([length, table, *rest])
-
-
-def _unpack(data: NDArray[np.uint8]) -> Iterator[Patch]:
-    """The patches of `_pack`."""
-    if not data.size:
-        return
-    end = 8 + int(data[:8].view(np.int64)[0])
-    table = json.loads(data[8:end].tobytes())
-    ends = np.cumsum([count for *_, count in table])
-    middle = end + 8 * int(ends[-1])
-    columns = data[end:middle].copy().view(np.int64), data[middle:].copy().view(np.uint16)
-    pairs = zip(*(np.split(column, ends[:-1]) for column in columns), strict=True)
-    for (name, shape, _), (index, ulps) in zip(table, pairs, strict=True):
-        yield Patch(name, tuple(shape), index, ulps)
 
 
 def _wire(column: Index | Bits) -> torch.Tensor:
