@@ -4,8 +4,7 @@ import logging
 import os
 import re
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -16,14 +15,13 @@ import prometheus_client as prometheus
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
-from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from env_space import openenv, watch
-from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, OPENING, GameError, Move, RewardParts, Rules, Split
+from env_space.game import MAX_GUESSES, MAX_SEED, OPENING, GameError, Move, RewardParts, Rules, Split
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
@@ -138,9 +136,8 @@ class Metrics:
         self._guesses = prometheus.Counter("wordle_guesses", "Guesses played", ["kind"], registry=registry)
         self.active = prometheus.Gauge("wordle_active_sessions", "Games in play", registry=registry)
         self.capacity = prometheus.Gauge("wordle_max_sessions", "Maximum games in play", registry=registry)
-        about = "Seconds from the arrival of a move to its answer"
         self.seconds = prometheus.Histogram(
-            "wordle_move_seconds", about, ["via"], buckets=_BUCKETS_S, registry=registry
+            "wordle_move_seconds", "Seconds to play a move", ["via"], buckets=_BUCKETS_S, registry=registry
         )
 
     def count_game(self, session: Session) -> None:
@@ -151,23 +148,21 @@ class Metrics:
         self._guesses.labels("new").inc(game.turns - game.invalid - game.repeated)
 
 
-def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) -> FastAPI:
-    """Build the service, with an empty store. `clock` returns the time in seconds, by which games expire.
-
-    Raises `ValueError` if the word list has fewer words than `settings.answers`.
-    """
+def create_app(settings: Settings) -> FastAPI:
+    """Build the service, with an empty store. Raises `ValueError` if there are fewer words than
+    `settings.answers`."""
     rules, metrics = Rules(settings), Metrics()
 
     def ended(session: Session) -> None:
         metrics.count_game(session)
         _log.info("game ended", extra={"fields": session.summary()})
 
-    sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended, clock)
+    sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended)
     # Visitors' games have their own stores, so they take no room from trainers. They are not logged, so a
     # client without the key cannot fill the log.
     ttl_s, count = settings.session_ttl_s, metrics.count_game
-    visitors = Sessions(MAX_PLAYED, ttl_s, count, clock, MAX_PLAYED_EACH)
-    watched = Sessions(MAX_WATCHED, ttl_s, count, clock, MAX_WATCHED_EACH)
+    visitors = Sessions(MAX_PLAYED, ttl_s, count, per_client=MAX_PLAYED_EACH)
+    watched = Sessions(MAX_WATCHED, ttl_s, count, per_client=MAX_WATCHED_EACH)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -177,10 +172,10 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
     app.add_middleware(_guard, key=settings.required_key)
     _answer_problems(app)
-    time_http, time_ws = (metrics.seconds.labels(via).observe for via in ("http", "ws"))
-    _add_games(app, sessions, rules, time_http, "/sessions", "http")
-    _add_games(app, visitors, rules, time_http, "/play", "page")
-    openenv.add_routes(app, sessions, rules, time_ws)
+    http_seconds, ws_seconds = (metrics.seconds.labels(via) for via in ("http", "ws"))
+    _add_games(app, sessions, rules, http_seconds, "/sessions", "http")
+    _add_games(app, visitors, rules, http_seconds, "/play", "page")
+    openenv.add_routes(app, sessions, rules, ws_seconds)
     watch.add_route(app, watched, rules, settings)
     _add_pages(app, sessions, rules, metrics)
     return app
@@ -206,18 +201,8 @@ def _guard(app: ASGIApp, key: str) -> ASGIApp:
     return checked
 
 
-class _MoveRoute(APIRoute):
-    """Calls its endpoint directly: most requests are moves, and FastAPI's own handling costs 30 µs more."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        async def play(request: Request) -> Any:
-            return await self.endpoint(request.path_params["session"], request)
-
-        return play
-
-
 def _add_games(
-    app: FastAPI, sessions: Sessions, rules: Rules, timer: openenv.Timer, at: str, via: str
+    app: FastAPI, sessions: Sessions, rules: Rules, seconds: prometheus.Histogram, at: str, via: str
 ) -> None:
     """Add the routes of games. No handler awaits after it read its request, so the store needs no locks."""
     games, settings = APIRouter(prefix=at, include_in_schema=via == "http"), rules.settings
@@ -230,28 +215,11 @@ def _add_games(
         session = sessions.open(opening.id or uuid4(), origin, game, client_address(request.scope))
         return Opened(session=session.id, length=settings.length, hard_mode=settings.hard_mode)
 
-    async def guess(session: UUID, request: Request) -> Response:
+    @games.post("/{session}/guess", responses=refusals(400, 401, 404, 409, 413, 422))
+    async def guess(session: UUID, move: Guess) -> Move:
         """Play a move. An invalid word also costs a turn. `reward` is the reward of the game so far."""
-        started = time.perf_counter()
-        try:
-            guess = Guess.model_validate_json(await request.body())
-        except ValidationError as error:
-            problems = [{**found, "loc": ("body", *found["loc"])} for found in error.errors()]
-            raise RequestValidationError(problems) from None
-        answer = MOVE.dump_json(sessions.play(session, guess.turn, guess.word))
-        timer(time.perf_counter() - started)
-        return Response(answer, media_type="application/json")
-
-    content = {"application/json": {"schema": Guess.model_json_schema()}}
-    games.add_api_route(
-        "/{session:uuid}/guess",
-        guess,
-        methods=["POST"],
-        response_model=Move,
-        responses=refusals(401, 404, 409, 413, 422),
-        route_class_override=_MoveRoute,
-        openapi_extra={"requestBody": {"content": content, "required": True}},
-    )
+        with seconds.time():
+            return sessions.play(session, move.turn, move.word)
 
     @games.delete("/{session}", responses=refusals(401, 404, 422))
     async def close(session: UUID) -> Closed:

@@ -9,14 +9,13 @@ import asyncio
 import json
 import re
 import secrets
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, WebSocket
+from prometheus_client import Histogram
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.websockets import WebSocketDisconnect, WebSocketDisconnected
 
@@ -24,7 +23,6 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Session, Sessions
 
 Answer = dict[str, Any]
-Timer = Callable[[float], object]  # takes the seconds that a move took
 BUSY = "Too many connections wait without a game: connect again and send a reset."
 MOST_IDLE = 64  # connections without a game: at most this many, or the maximum number of games if larger
 IDLE = "Closed after {:g} s without a message: connect again and send a reset."
@@ -144,7 +142,7 @@ class Table:
     def leave(self) -> None:
         """End the game. If it is not over, it counts as given up."""
         if self._session is not None:
-            self._sessions.leave(self._session.id)
+            self._sessions.end(self._session)
             self._session = None
 
     def _reset(self, reset: Reset) -> Answer:
@@ -219,7 +217,7 @@ def _story(message: str, move: Move) -> str:
     return f"{text}You have {left} {'guess' if left == 1 else 'guesses'} left."
 
 
-def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> None:
+def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogram) -> None:
     idle: dict[WebSocket, None] = {}  # connections without a game, quiet longest first
 
     @app.websocket("/ws")
@@ -241,12 +239,12 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
                 if message["type"] == "websocket.disconnect":
                     break
                 raw = message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace")
-                started = time.perf_counter()
-                if (answer := table.answer(raw)) is None:
+                with seconds.time():
+                    answer = table.answer(raw)
+                if answer is None:
                     await socket.close()
                     break
                 await socket.send_text(json.dumps(answer))
-                timer(time.perf_counter() - started)
         except (WebSocketDisconnect, WebSocketDisconnected):
             pass
         except TimeoutError:

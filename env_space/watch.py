@@ -1,20 +1,17 @@
 """Streams games of a replica's policy to visitors, as server-sent events."""
 
-import json
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
 from uuid import uuid4
 
 import httpx
-from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi import Depends, FastAPI, Request
+from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from env_space.game import MAX_GUESSES, MOVE, GameError, Rules
+from env_space.game import MAX_GUESSES, GameError, Rules
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from space_guard.limits import client_address
@@ -23,7 +20,6 @@ from space_guard.requests import KEY_HEADER, refusals
 # At most this many watched games at a time, total and per address: they use the replica.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
 TIMEOUT_S = 60.0
-_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
 # Read once: reading the certificates would block all players for tens of milliseconds.
@@ -108,17 +104,21 @@ def replica_headers(url: str, key: str) -> dict[str, str]:
 def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings) -> None:
     """Add `/watch`: each request starts a new game. `sessions` is a store for watched games only."""
 
-    @app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))
-    async def watch(request: Request) -> StreamingResponse:
-        """Stream a game that the policy plays: `opened`, a `turn` per answer, then `ended` or `problem`."""
+    async def open_session(request: Request) -> AsyncIterator[Session]:
         if settings.replica_url is None:
             raise GameError(404, "No policy is connected: set WORDLE_REPLICA_URL to the replica's address.")
         seed, client = secrets.randbits(31), client_address(request.scope)
         session = sessions.open(uuid4(), Origin(seed, via="watch"), rules.deal(seed), client)
-        return _Stream(events(settings.replica_url, session), partial(sessions.leave, session.id))
+        try:
+            yield session
+        finally:  # even if the client leaves before the first event
+            sessions.end(session)
 
-    async def events(url: str, session: Session) -> AsyncIterator[str]:
+    @app.get("/watch", response_class=EventSourceResponse, responses=refusals(404, 429, 503))
+    async def watch(session: Annotated[Session, Depends(open_session)]) -> AsyncIterator[ServerSentEvent]:
+        """Stream a game that the policy plays: `opened`, a `turn` per answer, then `ended` or `problem`."""
         yield _event("opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=settings.length)
+        url = settings.replica_url or ""  # `open_session` refuses a request without one
         headers = replica_headers(url, settings.replica_key)
         try:
             async with httpx.AsyncClient(
@@ -128,30 +128,16 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
                 while not session.game.over:
                     text, word, version = await replica.turn()
                     if word is None:
-                        sessions.close(session.id)
+                        sessions.end(session)
                         yield _event("turn", text=text, version=version, move=None)
                         break
                     move = sessions.play(session.id, session.game.turns + 1, word)
                     replica.observe(move.observation)
-                    yield _event("turn", text=text, version=version, move=MOVE.dump_python(move))
+                    yield _event("turn", text=text, version=version, move=move)
             yield _event("ended", solved=session.game.solved, secret=session.game.secret)
         except GameError as error:
             yield _event("problem", detail=str(error))
 
 
-class _Stream(StreamingResponse):
-    """Calls `end` after the last event, even if the client leaves before the first."""
-
-    def __init__(self, events: AsyncIterator[str], end: Callable[[], object]) -> None:
-        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
-        self._end = end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._end()
-
-
-def _event(kind: str, **data: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
+def _event(kind: str, **data: Any) -> ServerSentEvent:
+    return ServerSentEvent(event=kind, data=data)

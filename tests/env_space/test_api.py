@@ -1,16 +1,14 @@
 """The HTTP API as a trainer uses it, the refusals of wrong requests, and the settings of the Space."""
 
-import asyncio
 from uuid import UUID, uuid4
 
 import httpx
 import pytest
 
-from env_space.app import SETUP, create_app, find_problems
+from env_space.app import SETUP, find_problems
 from env_space.game import answers
 from env_space.settings import Settings
 from space_guard.setup import SettingsError
-from tests import idle_time
 from tests.env_space.service import BRIDE, PATIENCE_S, guess, sentence, service, space, start
 
 NOTHING = dict.fromkeys(["solved", "greens", "yellows", "repetition", "invalid", "gave_up"], 0)
@@ -72,26 +70,6 @@ def test_a_full_service_says_when_to_retry():
     start(client)
 
 
-def test_expired_sessions_are_not_counted_while_nobody_plays():
-    """The service runs in a loop in which waiting takes no time."""
-
-    async def run():
-        app = create_app(Settings(session_ttl_s=60), clock=asyncio.get_running_loop().time)
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://wordle") as client,
-        ):
-            await client.post("/sessions", json={"seed": 1})
-            for seconds in (0, 59, 2):
-                await asyncio.sleep(seconds)
-                playing.append((await client.get("/health")).json()["sessions"])
-
-    playing = []
-    idle_time.run(run())
-    assert playing == [1, 1, 0]
-
-
 def test_words_are_the_possible_secrets():
     assert service(answers=20).get("/words").json() == {
         "answers": list(answers(20)),
@@ -137,15 +115,15 @@ MALFORMED = [
     (b'{"word": "crane", "turn": NaN}', 422, "'turn'"),
     (b'{"word": "crane", "turn": 1e999}', 422, "'turn'"),
     (b'{"word": "crane", "turn": 1, "extra": 1}', 422, "'extra'"),
-    (b'{"word": "\\ud800", "turn": 1}', 422, "not JSON"),
-    (b'{"word": "crane", "turn": 1, "\\ud800": 1}', 422, "not JSON"),
+    (b'{"word": "\\ud800", "turn": 1}', 422, "'word'"),
+    (b'{"word": "crane", "turn": 1, "\\ud800": 1}', 422, "cannot be used"),
     (b"{", 422, "not JSON"),
-    (b"\xff\xfe\x00", 422, "not JSON"),
-    (b"", 422, "not JSON"),
+    (b"", 422, "JSON object"),
     (b"null", 422, "JSON object"),
     (b"[]", 422, "JSON object"),
-    (b'{"word": "crane", "turn": ' + b"9" * 5000 + b"}", 422, "not JSON"),
-    (b"[" * 9000, 422, "not JSON"),
+    (b"\xff\xfe\x00", 400, "could not be parsed"),
+    (b'{"word": "crane", "turn": ' + b"9" * 5000 + b"}", 400, "could not be parsed"),
+    (b"[" * 9000, 400, "could not be parsed"),
     (b" " * 100_000, 413, "at most 16384 bytes"),
 ]
 
@@ -160,24 +138,19 @@ def test_a_malformed_guess_is_refused_with_a_sentence_and_costs_no_turn(body, st
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "names"),
+    ("body", "names"),
     [
-        (b"{}", 422, "'seed'"),
-        (b'{"seed": true}', 422, "'seed'"),
-        (b'{"seed": 1.5}', 422, "'seed'"),
-        (b'{"seed": 9007199254740992}', 422, "'seed'"),
-        (b'{"seed": 1, "id": "mine"}', 422, "'id'"),
-        (b'{"seed": 1, "split": "test"}', 422, "'split'"),
-        (b'{"seed": 1, "sead": 2}', 422, "'sead'"),
-        (b"{", 422, "not JSON"),
-        (b"\xff\xfe\x00", 400, "could not be parsed"),
-        (b"[" * 9000, 400, "could not be parsed"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", 400, "could not be parsed"),
-        (b" " * 100_000, 413, "at most 16384 bytes"),
+        (b"{}", "'seed'"),
+        (b'{"seed": true}', "'seed'"),
+        (b'{"seed": 1.5}', "'seed'"),
+        (b'{"seed": 9007199254740992}', "'seed'"),
+        (b'{"seed": 1, "id": "mine"}', "'id'"),
+        (b'{"seed": 1, "split": "test"}', "'split'"),
+        (b'{"seed": 1, "sead": 2}', "'sead'"),
     ],
 )
-def test_a_malformed_opening_is_refused_with_a_sentence(body, status, names):
-    assert names in sentence(service().post("/sessions", content=body, headers=JSON), status)
+def test_a_malformed_opening_is_refused_with_a_sentence(body, names):
+    assert names in sentence(service().post("/sessions", content=body, headers=JSON), 422)
     plain = service().post("/sessions", content=b'{"seed": 1}')
     assert "Content-Type: application/json" in sentence(plain, 422)
 
