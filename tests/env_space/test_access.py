@@ -24,7 +24,6 @@ from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH, replica_headers
 from space_guard.limits import PROXIES
 from space_guard.setup import SettingsError
 from tests.env_space.service import (
-    BRIDE,
     PATIENCE_S,
     guess,
     seen_from,
@@ -35,7 +34,6 @@ from tests.env_space.service import (
 )
 from tests.inference_space.asking import ask_raw
 from tests.support.http_server import answering
-from trainer.tasks.wordle import WordleEnv
 
 KEY = "four-random-words-in-a-row"
 RIGHT, WRONG = {"X-Space-Key": KEY}, {"X-Space-Key": KEY[:-1]}
@@ -117,26 +115,6 @@ def test_a_socket_is_refused_before_it_opens(url):
     assert [refusal.status_code for refusal in refusals] == [401, 401]
     assert b"send the Space's WORDLE_KEY" in refusals[0].body
     assert b"is wrong" in refusals[1].body
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("at", "variable"), [(None, "SPACE_KEY"), ("https://me-1.hf.space", "ENV_KEY")])
-def test_a_trainer_sends_its_key_to_its_own_spaces_and_another_one_elsewhere(url, monkeypatch, at, variable):
-    monkeypatch.setenv("SPACES", at or url)
-    monkeypatch.setenv("SPACE_KEY", KEY)  # it does not go to an environment of another owner
-    for given, reason in (("", "send the Space's WORDLE_KEY"), ("not-the-key", "this Space's WORDLE_KEY")):
-        monkeypatch.setenv(variable, given)
-        with pytest.raises(ValueError, match=reason):
-            asyncio.run(trainer(url).get_reward())
-    monkeypatch.setenv(variable, KEY)
-    assert asyncio.run(trainer(url).guess("bride")) == "b1+r2+i3+d4+e5+ game over"
-
-
-def trainer(url):
-    """A game as a trainer plays it."""
-    env = WordleEnv(url)
-    env.reset(seed=BRIDE)
-    return env
 
 
 def test_visitors_have_a_capacity_of_their_own():

@@ -46,18 +46,21 @@ def test_a_game_from_opening_to_reward():
 
 
 def test_a_retried_opening_and_move_and_close_happen_once():
+    """A move also after the end of its game, in which no other move is possible."""
     client, opening = service(), {"seed": BRIDE, "id": str(uuid4())}
     game = f"/sessions/{opening['id']}"
     opened = [client.post("/sessions", json=opening).json() for _ in range(2)]
-    moves = [guess(client, game, "crane", 1).json() for _ in range(2)]
+    first = [guess(client, game, word, 1).json() for word in ("crane", "CRANE")]
     playing = client.get("/health").json()["sessions"]
+    last = [guess(client, game, "bride", 2).json() for _ in range(2)]
+    first.append(guess(client, game, "crane", 1).json())
     closed = [client.delete(game).json() for _ in range(2)]
     assert opened[0] == opened[1]
-    assert moves[0] == moves[1]
+    assert first == first[:1] * 3
+    assert last[0] == last[1]
     assert playing == 1
     assert closed[0] == closed[1]
-    assert closed[0]["turns"] == 1
-    assert closed[0]["reward_parts"]["gave_up"] == -0.2
+    assert closed[0]["turns"] == 2
 
 
 def test_a_full_service_says_when_to_retry():

@@ -305,17 +305,6 @@ def test_an_id_belongs_to_its_seed_and_to_one_game(sessions):
         start(sessions, id, seed=1)
 
 
-def test_a_move_sent_twice_is_played_once_even_after_the_end(sessions):
-    id = start(sessions)
-    first = sessions.play(id, 1, "crane")
-    assert sessions.play(id, 1, "CRANE") is first
-    last = sessions.play(id, 2, "bride")
-    assert sessions.play(id, 2, "bride") is last
-    assert sessions.play(id, 1, "crane") is first
-    with pytest.raises(GameError):
-        sessions.play(id, 3, "crane")
-
-
 def test_every_game_is_reported_once_as_it_ends(clock):
     ended = []
     sessions = Sessions(9, TTL_S, ended.append, lambda: clock.now)
