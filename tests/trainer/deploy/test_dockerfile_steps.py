@@ -280,13 +280,16 @@ ENV_PAGES = ["/", "/health", "/ready", "/metrics", "/docs", "/openapi.json", "/w
 REPLICA_PAGES = ["/", "/health", "/ready", "/status", "/v1/models", "/dashboard/bucket", "/v1/completions"]
 
 
+@pytest.mark.finding(21)
 @pytest.mark.parametrize("app", ["env", "replica"])
 def test_a_dockerfile_pins_its_image_and_serves_where_the_front_matter_says(app: App, tmp_path: Path) -> None:
     stage(app, tmp_path)
     steps = parse((tmp_path / "Dockerfile").read_text())
     front: dict[str, Any] = yaml.safe_load((tmp_path / "README.md").read_text().split("---\n")[1])
     (image,) = (rest for name, rest in steps if name == "FROM")
-    assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+(-[\w.-]+)?(@sha256:[0-9a-f]{64})?", image)
+    # vLLM's image is named by its tag: the digest could not be looked up where this was written.
+    optional = "" if app == "env" else "?"
+    assert re.fullmatch(rf"[\w/-]+:v?\d+\.\d+\.\d+(-[\w.-]+)?(@sha256:[0-9a-f]{{64}}){optional}", image)
     assert ("EXPOSE", str(front["app_port"])) in steps
     assert (front["app_port"], front["sdk"]) == (PORT, "docker")
     assert [rest for name, rest in steps if name == "USER"] == ["1000"]
