@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from delta_weight_sync.store import open_bucket
 from env_space.game import Rules
 from env_space.settings import Settings
 from inference_space.settings import Settings as ReplicaSettings
-from tests.live.replica import SMALL_CACHE, Replica
+from tests.live.replica import SMALL_CACHE, Replica, Server
 from tests.support.dockerfile import CHECKOUT, Job, parse
 from tests.trainer.deploy.conftest import POLICY
 from trainer.deploy.plan import App, stage
@@ -56,29 +56,29 @@ def may_mount() -> bool:
     return subprocess.run(mounting, capture_output=True).returncode == 0
 
 
-class Space:
+class Space(Server):
     """A Space that is built from its staged folder and runs with these variables and secrets."""
 
+    status_path = "/status"
+
     def __init__(self, app: App, folder: Path, host: str, environ: dict[str, str]) -> None:
-        self.url, self.log = f"http://{host}:{PORT}", folder / f"{app}.log"
+        self.log = folder / f"{app}.log"
+        command = ["unshare", "--mount", sys.executable, "-m", "tests.support.dockerfile"]
+        super().__init__(command, {}, self.log, PORT)
+        self.url = f"http://{host}:{PORT}"
         stage(app, folder / app)
         given = {"SPACE_ID": f"me/wordle-{app}", "HF_TOKEN": TOKEN, **environ}
         binds = {"/bucket": str(folder / "bucket")}
         self._job = Job(str(folder / app), str(folder / f"{app}.image"), given, binds)
 
     def start(self) -> None:
-        command = ["unshare", "--mount", sys.executable, "-m", "tests.support.dockerfile"]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=log, stderr=log
+            self.process = self._process = subprocess.Popen(
+                self._command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=log, stderr=log
             )
         assert self.process.stdin is not None
         with self.process.stdin as job:
             job.write(json.dumps(asdict(self._job)).encode())
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(PATIENCE_S)
 
     def wake(self) -> None:
         """As after a sleep: the same image, and nothing of what ran in it."""
@@ -86,26 +86,8 @@ class Space:
         self._job = replace(self._job, built=True)
         self.start()
 
-    def wait(self, path: str, until: Callable[[httpx.Response], bool]) -> httpx.Response:
-        last: object = "no answer"
-        for _ in range(int(PATIENCE_S * 4)):
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                last = httpx.get(f"{self.url}{path}", trust_env=False, timeout=30)
-                if until(last):
-                    return last
-            except httpx.TransportError as error:
-                last = error
-            time.sleep(0.25)
-        raise AssertionError(f"{self.url}{path}: {last}; {self.log.read_text()[-3000:]}")
-
-    def wait_for(self, version: int) -> dict[str, Any]:
-        """Block until it serves `version`; returns its status."""
-        answer = self.wait("/status", lambda answer: answer.json()["status"]["version"] == version)
-        return dict(answer.json()["status"])
-
     def family(self) -> list[psutil.Process]:
-        process = psutil.Process(self.process.pid)
+        process = psutil.Process(self.pid)
         return [process, *process.children(recursive=True)]
 
 
@@ -245,7 +227,7 @@ def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> Non
 def test_a_space_wakes_with_the_newest_version(deployed: Deployment) -> None:
     deployed.replica.wake()
     joined = f"starting vLLM with version {deployed.head.version}"  # fetched, rebuilt, its digest checked
-    deployed.replica.wait("/ready", lambda answer: answer.json()["state"] == joined)
+    deployed.replica.wait_until(lambda status: status["state"] == joined, joined)
 
 
 def sessions(env: Space) -> int:
