@@ -33,12 +33,6 @@ MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
 MAX_VISITORS = 1024  # limit on connections without the key; raised to the maximum number of games
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
-LOG_LINES = 600  # lines that one logging call may write per minute
-KEEP_ALIVE_S = 120  # between two moves on one connection, a policy generates for seconds
-STOP_WITHIN_S = 10
-# Long, because a client may spend minutes on a training step. Games expire anyway: pings only free sockets.
-PING_EVERY_S, PING_TIMEOUT_S = 30, 300
-RETRY_AFTER_S = "1"  # a game takes seconds, and the end of any game makes room
 PAGE = Path(__file__).with_name("page")
 # The page may load nothing from other sites, and no text of a policy may run as a script.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
@@ -115,14 +109,6 @@ class Words(BaseModel):
     held_out: tuple[str, ...]
     length: int
     max_guesses: int = MAX_GUESSES
-
-
-class Health(BaseModel):
-    """Whether the service is up, how many games are in play, and how many may be."""
-
-    status: str
-    sessions: int
-    max_sessions: int
 
 
 class Metrics:
@@ -251,9 +237,9 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
         return words
 
     @app.get("/health")
-    async def health() -> Health:
-        """Say whether the service is up, and how many games are in play."""
-        return Health(status="healthy", sessions=len(sessions), max_sessions=sessions.capacity)
+    async def health() -> dict[str, str | int]:
+        """Say whether the service is up, how many games are in play, and how many may be."""
+        return {"status": "healthy", "sessions": len(sessions), "max_sessions": sessions.capacity}
 
     @app.get("/metrics", response_class=Response, include_in_schema=False)
     async def render_metrics() -> Response:
@@ -267,7 +253,8 @@ def _answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(GameError)
     async def refused(_: Request, error: GameError) -> JSONResponse:
-        headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None
+        # A game takes seconds, and the end of any game makes room.
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
         return problem(error.status, str(error), headers)
 
     @app.exception_handler(RequestValidationError)
@@ -307,12 +294,12 @@ def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> di
         "headers": [("Content-Security-Policy", FRAMING), ("Referrer-Policy", "no-referrer"), *SAFE_HEADERS],
         "access_log": False,
         "log_config": None,
-        "timeout_keep_alive": KEEP_ALIVE_S,
-        "timeout_graceful_shutdown": STOP_WITHIN_S,
+        "timeout_keep_alive": 120,  # between two moves on one connection, a policy generates for seconds
+        "timeout_graceful_shutdown": 10,
         "ws_max_size": MAX_BODY_BYTES,
         "ws_per_message_deflate": False,
-        "ws_ping_interval": PING_EVERY_S,
-        "ws_ping_timeout": PING_TIMEOUT_S,
+        "ws_ping_interval": 30,
+        "ws_ping_timeout": 300,  # a client may spend minutes on a training step; pings only free sockets
     }
 
 
@@ -331,7 +318,7 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
 def main() -> None:
     """Serve with the settings in the environment. If one is missing or wrong, a Space on the Hub says so on
     its page; elsewhere the program exits."""
-    log_as_json(LOG_LINES)
+    log_as_json(per_minute=600)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO would name the replica at every move
     if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):
         _log.error(SETUP.sentence(problems))

@@ -23,10 +23,7 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Session, Sessions
 
 Answer = dict[str, Any]
-BUSY = "Too many connections wait without a game: connect again and send a reset."
 MOST_IDLE = 64  # connections without a game: at most this many, or the maximum number of games if larger
-IDLE = "Closed after {:g} s without a message: connect again and send a reset."
-RESET_FIRST = "No game is in play on this connection: send a reset first."
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _EXAMPLES = {4: "lane", 5: "crane", 6: "planet", 7: "strange"}
 _LETTERS = str.maketrans("+?-", "GYX")
@@ -156,7 +153,7 @@ class Table:
 
     def _step(self, action: Action) -> Answer:
         if self._session is None:
-            raise GameError(409, RESET_FIRST)
+            raise GameError(409, "No game is in play on this connection: send a reset first.")
         found = _BRACKETS.findall(action.message)
         word = str(found[-1] if found else action.message).strip()
         move = self._sessions.play(self._session.id, self._session.game.turns + 1, word)
@@ -232,8 +229,9 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogra
                 if len(idle) > max(MOST_IDLE, sessions.capacity):
                     oldest = next(iter(idle))
                     del idle[oldest]
+                    busy = "Too many connections wait without a game: connect again and send a reset."
                     with suppress(WebSocketDisconnect, WebSocketDisconnected):  # it is closing already
-                        await oldest.close(1013, BUSY)
+                        await oldest.close(1013, busy)
                 async with asyncio.timeout(sessions.ttl_s):
                     message = await socket.receive()
                 if message["type"] == "websocket.disconnect":
@@ -248,7 +246,8 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogra
         except (WebSocketDisconnect, WebSocketDisconnected):
             pass
         except TimeoutError:
-            await socket.close(1001, IDLE.format(sessions.ttl_s))
+            silent = f"Closed after {sessions.ttl_s:g} s without a message: connect again and send a reset."
+            await socket.close(1001, silent)
         finally:
             idle.pop(socket, None)
             table.leave()

@@ -45,15 +45,12 @@ class Replica:
     def __init__(self, http: httpx.AsyncClient, prompt: str) -> None:
         self._http = http
         self._messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
-        self._model = ""
 
     async def turn(self) -> tuple[str, str | None, str]:
         """Let the policy play a turn. Returns its text, its guess (None if it called no tool), and the
         version of its weights. Raises GameError."""
+        answer = await self._ask()
         try:
-            if not self._model:
-                self._model = (await self._ask("GET", "/v1/models")).json()["data"][0]["id"]
-            answer = await self._ask("POST", "/v1/chat/completions", self.request())
             text = answer.json()["choices"][0]["message"]["content"] or ""
         except (ValueError, LookupError, TypeError):
             raise GameError(502, f"The replica's answer is not one of vLLM's. {_ASLEEP}") from None
@@ -66,7 +63,6 @@ class Replica:
 
     def request(self) -> dict[str, Any]:
         return {
-            "model": self._model,
             "messages": self._messages,
             "tools": [_TOOL],
             "tool_choice": "none",  # leaves the call in the text, so vLLM needs no tool parser
@@ -75,9 +71,9 @@ class Replica:
             "chat_template_kwargs": {"enable_thinking": False},
         }
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    async def _ask(self) -> httpx.Response:
         try:
-            answer = await self._http.request(method, path, json=body)
+            answer = await self._http.post("/v1/chat/completions", json=self.request())
         except httpx.TimeoutException:
             raise GameError(502, f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
         except httpx.HTTPError:

@@ -191,9 +191,6 @@ def broken_replica(*answers):
         yield url, asked
 
 
-MODELS = (200, b'{"data": [{"id": "policy"}]}')
-
-
 def answer_of(text):
     return 200, json.dumps({"choices": [{"message": {"content": text}}]}).encode()
 
@@ -216,7 +213,7 @@ def test_a_replica_that_cannot_be_reached_may_be_asleep():
         ((503, b"<html>Your space is waking up</html>"), "cannot play now: it answered with status 503."),
         ((404, b'{"error": "nothing here"}'), "cannot play now: it answered with status 404."),
         ((200, b"<html>"), "answer is not one of vLLM's."),
-        ((200, b'{"data": []}'), "answer is not one of vLLM's."),
+        ((200, b'{"choices": []}'), "answer is not one of vLLM's."),
     ],
 )
 def test_a_replica_that_does_not_play_is_quoted(answer, reason):
@@ -228,7 +225,7 @@ def test_a_replica_that_does_not_play_is_quoted(answer, reason):
 
 
 def test_a_policy_that_calls_no_tool_ends_its_game():
-    with broken_replica(MODELS, answer_of("I would rather not.")) as (url, _):
+    with broken_replica(answer_of("I would rather not.")) as (url, _):
         events, _ = watch(replica_url=url)
     assert [kind for kind, _ in events] == ["opened", "turn", "ended"]
     assert (events[1][1]["text"], events[1][1]["move"]) == ("I would rather not.", None)
@@ -237,7 +234,7 @@ def test_a_policy_that_calls_no_tool_ends_its_game():
 
 def test_the_policy_gets_the_configured_prompt_and_the_result_of_its_guess():
     call = '<tool_call>\n{"name": "guess", "arguments": {"word": "zzzzz"}}\n</tool_call>'
-    with broken_replica(MODELS, answer_of(call), answer_of("")) as (url, asked):
+    with broken_replica(answer_of(call), answer_of("")) as (url, asked):
         events, _ = watch(replica_url=url, replica_prompt="Find the word.")
     assert events[1][1]["move"]["message"] == "'zzzzz' is not in the word list."
-    assert [message["content"] for message in asked[2]["messages"]] == ["Find the word.", call, "not a word"]
+    assert [message["content"] for message in asked[1]["messages"]] == ["Find the word.", call, "not a word"]
