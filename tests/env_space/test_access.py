@@ -32,7 +32,6 @@ from tests.env_space.service import (
     start,
 )
 from tests.inference_space.asking import ask_raw
-from tests.support.http_server import answering
 
 KEY = "four-random-words-in-a-row"
 RIGHT, WRONG = {"X-Space-Key": KEY}, {"X-Space-Key": KEY[:-1]}
@@ -127,20 +126,6 @@ def test_visitors_have_a_capacity_of_their_own():
     start(client)
     elsewhere = guess(client, f"/sessions/{games[0].json()['session']}", "crane", 1)
     assert "is unknown" in sentence(elsewhere, 404)
-
-
-def test_a_watched_replica_gets_its_key():
-    asked = []
-
-    def answer(request):
-        asked.append(request.headers)
-        return 503, {}, b""
-
-    with answering(answer) as url:
-        events = service(key=KEY, replica_url=url, replica_key="the-replica's-own").get("/watch").text
-    assert asked[0]["x-space-key"] == "the-replica's-own"
-    assert "authorization" not in asked[0]
-    assert "the-replica's-own" not in events
 
 
 @pytest.mark.parametrize(

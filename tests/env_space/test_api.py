@@ -166,11 +166,6 @@ def test_a_wrong_address_is_refused_with_a_sentence(method, path, status):
     assert "GET /docs" in sentence(service().request(method, path), status)
 
 
-def test_variables_are_parsed():
-    settings = Settings.read({"WORDLE_ANSWERS": "300", "WORDLE_SESSION_TTL_S": "2.5", "WORDLE_PORT": "8000"})
-    assert settings == Settings(answers=300, session_ttl_s=2.5, port=8000)
-
-
 @pytest.mark.parametrize(
     ("variable", "value"),
     [

@@ -183,7 +183,7 @@ def broken_replica(*answers):
     answers, asked = list(answers), []
 
     def answer(request):
-        asked.append(json.loads(request.body or "null"))
+        asked.append(request)
         status, body = answers.pop(0)
         return status, {}, body
 
@@ -237,4 +237,13 @@ def test_the_policy_gets_the_configured_prompt_and_the_result_of_its_guess():
     with broken_replica(answer_of(call), answer_of("")) as (url, asked):
         events, _ = watch(replica_url=url, replica_prompt="Find the word.")
     assert events[1][1]["move"]["message"] == "'zzzzz' is not in the word list."
-    assert [message["content"] for message in asked[1]["messages"]] == ["Find the word.", call, "not a word"]
+    messages = json.loads(asked[1].body)["messages"]
+    assert [message["content"] for message in messages] == ["Find the word.", call, "not a word"]
+
+
+def test_a_watched_replica_gets_its_key_and_no_token():
+    with broken_replica((503, b"")) as (url, asked):
+        events, _ = watch(replica_url=url, replica_key="the-replica's-own")
+    assert asked[0].headers["x-space-key"] == "the-replica's-own"
+    assert "authorization" not in asked[0].headers
+    assert "the-replica's-own" not in str(events)
