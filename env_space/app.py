@@ -88,7 +88,8 @@ class Guess(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    word: str
+    # Any constraint makes pydantic refuse lone surrogates, which no answer can hold.
+    word: Annotated[str, Field(min_length=0)]
     turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _INTEGER]
 
 

@@ -1,5 +1,6 @@
 """Streams games of a replica's policy to visitors, as server-sent events."""
 
+import json
 import os
 import re
 import secrets
@@ -9,9 +10,9 @@ from uuid import uuid4
 
 import httpx
 from fastapi import Depends, FastAPI, Request
-from fastapi.sse import EventSourceResponse, ServerSentEvent
+from fastapi.responses import StreamingResponse
 
-from env_space.game import MAX_GUESSES, GameError, Rules
+from env_space.game import MAX_GUESSES, MOVE, GameError, Rules
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from space_guard.limits import client_address
@@ -20,6 +21,7 @@ from space_guard.requests import KEY_HEADER, refusals
 # At most this many watched games at a time, total and per address: they use the replica.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
 TIMEOUT_S = 60.0
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
 # Read once: reading the certificates would block all players for tens of milliseconds.
@@ -110,9 +112,12 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
         finally:  # even if the client leaves before the first event
             sessions.end(session)
 
-    @app.get("/watch", response_class=EventSourceResponse, responses=refusals(404, 429, 503))
-    async def watch(session: Annotated[Session, Depends(open_session)]) -> AsyncIterator[ServerSentEvent]:
+    @app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))
+    async def watch(session: Annotated[Session, Depends(open_session)]) -> StreamingResponse:
         """Stream a game that the policy plays: `opened`, a `turn` per answer, then `ended` or `problem`."""
+        return StreamingResponse(events(session), headers=_HEADERS, media_type="text/event-stream")
+
+    async def events(session: Session) -> AsyncIterator[str]:
         yield _event("opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=settings.length)
         url = settings.replica_url or ""  # `open_session` refuses a request without one
         headers = replica_headers(url, settings.replica_key)
@@ -129,11 +134,11 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
                         break
                     move = sessions.play(session.id, session.game.turns + 1, word)
                     replica.observe(move.observation)
-                    yield _event("turn", text=text, version=version, move=move)
+                    yield _event("turn", text=text, version=version, move=MOVE.dump_python(move))
             yield _event("ended", solved=session.game.solved, secret=session.game.secret)
         except GameError as error:
             yield _event("problem", detail=str(error))
 
 
-def _event(kind: str, **data: Any) -> ServerSentEvent:
-    return ServerSentEvent(event=kind, data=data)
+def _event(kind: str, **data: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps(data)}\n\n"

@@ -18,8 +18,8 @@ async function* events(body) {
     const whole = text.split("\n\n");
     text = whole.pop();
     for (const event of whole) {
-      const found = /^event: (\w+)\ndata: (.*)$/s.exec(event);
-      if (found) yield { kind: found[1], data: JSON.parse(found[2]) }; // the server also sends comments
+      const [, kind, data] = /^event: (\w+)\ndata: (.*)$/s.exec(event);
+      yield { kind, data: JSON.parse(data) };
     }
   }
 }

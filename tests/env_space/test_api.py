@@ -89,7 +89,7 @@ def test_what_the_service_offers_is_documented():
     sessions = {"/sessions", "/sessions/{session}/guess", "/sessions/{session}"}
     assert paths.keys() == sessions | {"/words", "/health", "/schema", "/metadata", "/watch"}
     move = paths["/sessions/{session}/guess"]["post"]
-    assert move["requestBody"]["content"]["application/json"]["schema"]["title"] == "Guess"
+    assert move["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/Guess")
     assert move["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Move")
 
 
@@ -119,7 +119,7 @@ MALFORMED = [
     (b'{"word": "crane", "turn": 1e999}', 422, "'turn'"),
     (b'{"word": "crane", "turn": 1, "extra": 1}', 422, "'extra'"),
     (b'{"word": "\\ud800", "turn": 1}', 422, "'word'"),
-    (b'{"word": "crane", "turn": 1, "\\ud800": 1}', 422, "cannot be used"),
+    (b'{"word": "crane", "turn": 1, "\\ud800": 1}', 422, "JSON object"),
     (b"{", 422, "not JSON"),
     (b"", 422, "JSON object"),
     (b"null", 422, "JSON object"),
