@@ -1,12 +1,12 @@
 """The API needs the Space's key; people on the page need none, and no visitor takes all games."""
 
 import asyncio
-import functools
 import json
 import logging
 import re
 import socket
 import ssl
+from functools import partial
 
 import httpx
 import pytest
@@ -92,24 +92,18 @@ def test_no_detour_leads_to_the_api(path):
     assert sent[0]["status"] in (401, 404, 405)
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """A Space with a key."""
-    with space(tmp_path_factory.mktemp("key"), WORDLE_KEY=KEY) as running:
-        yield running.url
-
-
 @pytest.mark.full
-def test_a_socket_is_refused_before_it_opens(url):
-    opening = functools.partial(connect, f"{url.replace('http', 'ws')}/ws", open_timeout=PATIENCE_S)
-    refusals = []
-    for given in ({}, WRONG):
-        with pytest.raises(InvalidStatus) as refused, opening(additional_headers=given):
-            pass
-        refusals.append(refused.value.response)
-    with opening(additional_headers=RIGHT) as socket:
-        socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
-        assert json.loads(socket.recv())["type"] == "observation"
+def test_a_socket_is_refused_before_it_opens(tmp_path):
+    with space(tmp_path, WORDLE_KEY=KEY) as running:
+        opening = partial(connect, f"{running.url.replace('http', 'ws')}/ws", open_timeout=PATIENCE_S)
+        refusals = []
+        for given in ({}, WRONG):
+            with pytest.raises(InvalidStatus) as refused, opening(additional_headers=given):
+                pass
+            refusals.append(refused.value.response)
+        with opening(additional_headers=RIGHT) as socket:
+            socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
+            assert json.loads(socket.recv())["type"] == "observation"
     assert [refusal.status_code for refusal in refusals] == [401, 401]
     assert b"send the Space's WORDLE_KEY" in refusals[0].body
     assert b"is wrong" in refusals[1].body

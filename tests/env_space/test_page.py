@@ -199,13 +199,6 @@ def test_without_a_replica_the_refusal_names_the_setting():
     assert "set WORDLE_REPLICA_URL" in sentence(service().get("/watch"), 404)
 
 
-def test_a_replica_that_cannot_be_reached_may_be_asleep():
-    events, playing = watch(replica_url="http://127.0.0.1:9")
-    assert [kind for kind, _ in events] == ["opened", "problem"]
-    assert events[1][1]["detail"].startswith("The replica cannot be reached. If it is a sleeping Space")
-    assert playing == 0
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [

@@ -174,13 +174,6 @@ def test_all_own_servers_get_the_key_and_those_on_the_hub_the_token(monkeypatch,
     assert spaces.headers(url) == expected
 
 
-@pytest.mark.parametrize("unset", [["SPACES"], ["SPACE_KEY", "SPACE_HF_TOKEN"]])
-def test_without_secrets_or_own_spaces_nothing_is_sent(monkeypatch, unset):
-    for name in unset:
-        monkeypatch.delenv(name)
-    assert spaces.headers(f"https://{OWN}") == {}
-
-
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb"])
 def test_a_key_that_fits_no_header_is_refused_and_not_shown(monkeypatch, key):
     monkeypatch.setenv("SPACES", "http://127.0.0.1")
