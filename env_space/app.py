@@ -280,14 +280,14 @@ def _answer_problems(app: FastAPI) -> None:
         return problem(error.status_code, sentence, error.headers)
 
 
-def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> dict[str, Any]:
+def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
     """uvicorn's options. They leave room for `games` games with two connections each."""
     visitors = max(MAX_VISITORS, games)
     wanted = visitors + 2 * games
     connections = open_files(wanted + _SPARE_FILES) - _SPARE_FILES
     visitors = visitors * connections // wanted
     return {
-        "http": limited_http(limits, visitors, key),
+        "http": limited_http(LIMITS, visitors, key),
         "limit_concurrency": connections,
         # Shorter than the visitors' limit, so that clients in the backlog cannot evict one that was accepted.
         "backlog": visitors // 2,
