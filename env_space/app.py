@@ -4,8 +4,7 @@ import logging
 import os
 import re
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -16,14 +15,13 @@ import prometheus_client as prometheus
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
-from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from env_space import openenv, watch
-from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, OPENING, GameError, Move, RewardParts, Rules, Split
+from env_space.game import MAX_GUESSES, MAX_SEED, OPENING, GameError, Move, RewardParts, Rules, Split
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
@@ -35,12 +33,6 @@ MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
 MAX_VISITORS = 1024  # limit on connections without the key; raised to the maximum number of games
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
-LOG_LINES = 600  # lines that one logging call may write per minute
-KEEP_ALIVE_S = 120  # between two moves on one connection, a policy generates for seconds
-STOP_WITHIN_S = 10
-# Long, because a client may spend minutes on a training step. Games expire anyway: pings only free sockets.
-PING_EVERY_S, PING_TIMEOUT_S = 30, 300
-RETRY_AFTER_S = "1"  # a game takes seconds, and the end of any game makes room
 PAGE = Path(__file__).with_name("page")
 # The page may load nothing from other sites, and no text of a policy may run as a script.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
@@ -96,7 +88,8 @@ class Guess(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    word: str
+    # Any constraint makes pydantic refuse lone surrogates, which no answer can hold.
+    word: Annotated[str, Field(min_length=0)]
     turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _INTEGER]
 
 
@@ -119,14 +112,6 @@ class Words(BaseModel):
     max_guesses: int = MAX_GUESSES
 
 
-class Health(BaseModel):
-    """Whether the service is up, how many games are in play, and how many may be."""
-
-    status: str
-    sessions: int
-    max_sessions: int
-
-
 class Metrics:
     """The metrics of a service. Games and guesses are counted when a game ends."""
 
@@ -138,9 +123,8 @@ class Metrics:
         self._guesses = prometheus.Counter("wordle_guesses", "Guesses played", ["kind"], registry=registry)
         self.active = prometheus.Gauge("wordle_active_sessions", "Games in play", registry=registry)
         self.capacity = prometheus.Gauge("wordle_max_sessions", "Maximum games in play", registry=registry)
-        about = "Seconds from the arrival of a move to its answer"
         self.seconds = prometheus.Histogram(
-            "wordle_move_seconds", about, ["via"], buckets=_BUCKETS_S, registry=registry
+            "wordle_move_seconds", "Seconds to play a move", ["via"], buckets=_BUCKETS_S, registry=registry
         )
 
     def count_game(self, session: Session) -> None:
@@ -151,23 +135,21 @@ class Metrics:
         self._guesses.labels("new").inc(game.turns - game.invalid - game.repeated)
 
 
-def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) -> FastAPI:
-    """Build the service, with an empty store. `clock` returns the time in seconds, by which games expire.
-
-    Raises `ValueError` if the word list has fewer words than `settings.answers`.
-    """
+def create_app(settings: Settings) -> FastAPI:
+    """Build the service, with an empty store. Raises `ValueError` if there are fewer words than
+    `settings.answers`."""
     rules, metrics = Rules(settings), Metrics()
 
     def ended(session: Session) -> None:
         metrics.count_game(session)
         _log.info("game ended", extra={"fields": session.summary()})
 
-    sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended, clock)
+    sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended)
     # Visitors' games have their own stores, so they take no room from trainers. They are not logged, so a
     # client without the key cannot fill the log.
     ttl_s, count = settings.session_ttl_s, metrics.count_game
-    visitors = Sessions(MAX_PLAYED, ttl_s, count, clock, MAX_PLAYED_EACH)
-    watched = Sessions(MAX_WATCHED, ttl_s, count, clock, MAX_WATCHED_EACH)
+    visitors = Sessions(MAX_PLAYED, ttl_s, count, per_client=MAX_PLAYED_EACH)
+    watched = Sessions(MAX_WATCHED, ttl_s, count, per_client=MAX_WATCHED_EACH)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -177,10 +159,10 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
     app.add_middleware(_guard, key=settings.required_key)
     _answer_problems(app)
-    time_http, time_ws = (metrics.seconds.labels(via).observe for via in ("http", "ws"))
-    _add_games(app, sessions, rules, time_http, "/sessions", "http")
-    _add_games(app, visitors, rules, time_http, "/play", "page")
-    openenv.add_routes(app, sessions, rules, time_ws)
+    http_seconds, ws_seconds = (metrics.seconds.labels(via) for via in ("http", "ws"))
+    _add_games(app, sessions, rules, http_seconds, "/sessions", "http")
+    _add_games(app, visitors, rules, http_seconds, "/play", "page")
+    openenv.add_routes(app, sessions, rules, ws_seconds)
     watch.add_route(app, watched, rules, settings)
     _add_pages(app, sessions, rules, metrics)
     return app
@@ -206,18 +188,8 @@ def _guard(app: ASGIApp, key: str) -> ASGIApp:
     return checked
 
 
-class _MoveRoute(APIRoute):
-    """Calls its endpoint directly: most requests are moves, and FastAPI's own handling costs 30 µs more."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        async def play(request: Request) -> Any:
-            return await self.endpoint(request.path_params["session"], request)
-
-        return play
-
-
 def _add_games(
-    app: FastAPI, sessions: Sessions, rules: Rules, timer: openenv.Timer, at: str, via: str
+    app: FastAPI, sessions: Sessions, rules: Rules, seconds: prometheus.Histogram, at: str, via: str
 ) -> None:
     """Add the routes of games. No handler awaits after it read its request, so the store needs no locks."""
     games, settings = APIRouter(prefix=at, include_in_schema=via == "http"), rules.settings
@@ -230,28 +202,11 @@ def _add_games(
         session = sessions.open(opening.id or uuid4(), origin, game, client_address(request.scope))
         return Opened(session=session.id, length=settings.length, hard_mode=settings.hard_mode)
 
-    async def guess(session: UUID, request: Request) -> Response:
+    @games.post("/{session}/guess", responses=refusals(400, 401, 404, 409, 413, 422))
+    async def guess(session: UUID, move: Guess) -> Move:
         """Play a move. An invalid word also costs a turn. `reward` is the reward of the game so far."""
-        started = time.perf_counter()
-        try:
-            guess = Guess.model_validate_json(await request.body())
-        except ValidationError as error:
-            problems = [{**found, "loc": ("body", *found["loc"])} for found in error.errors()]
-            raise RequestValidationError(problems) from None
-        answer = MOVE.dump_json(sessions.play(session, guess.turn, guess.word))
-        timer(time.perf_counter() - started)
-        return Response(answer, media_type="application/json")
-
-    content = {"application/json": {"schema": Guess.model_json_schema()}}
-    games.add_api_route(
-        "/{session:uuid}/guess",
-        guess,
-        methods=["POST"],
-        response_model=Move,
-        responses=refusals(401, 404, 409, 413, 422),
-        route_class_override=_MoveRoute,
-        openapi_extra={"requestBody": {"content": content, "required": True}},
-    )
+        with seconds.time():
+            return sessions.play(session, move.turn, move.word)
 
     @games.delete("/{session}", responses=refusals(401, 404, 422))
     async def close(session: UUID) -> Closed:
@@ -283,9 +238,9 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
         return words
 
     @app.get("/health")
-    async def health() -> Health:
-        """Say whether the service is up, and how many games are in play."""
-        return Health(status="healthy", sessions=len(sessions), max_sessions=sessions.capacity)
+    async def health() -> dict[str, str | int]:
+        """Say whether the service is up, how many games are in play, and how many may be."""
+        return {"status": "healthy", "sessions": len(sessions), "max_sessions": sessions.capacity}
 
     @app.get("/metrics", response_class=Response, include_in_schema=False)
     async def render_metrics() -> Response:
@@ -299,7 +254,8 @@ def _answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(GameError)
     async def refused(_: Request, error: GameError) -> JSONResponse:
-        headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None
+        # A game takes seconds, and the end of any game makes room.
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
         return problem(error.status, str(error), headers)
 
     @app.exception_handler(RequestValidationError)
@@ -324,14 +280,14 @@ def _answer_problems(app: FastAPI) -> None:
         return problem(error.status_code, sentence, error.headers)
 
 
-def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> dict[str, Any]:
+def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
     """uvicorn's options. They leave room for `games` games with two connections each."""
     visitors = max(MAX_VISITORS, games)
     wanted = visitors + 2 * games
     connections = open_files(wanted + _SPARE_FILES) - _SPARE_FILES
     visitors = visitors * connections // wanted
     return {
-        "http": limited_http(limits, visitors, key),
+        "http": limited_http(LIMITS, visitors, key),
         "limit_concurrency": connections,
         # Shorter than the visitors' limit, so that clients in the backlog cannot evict one that was accepted.
         "backlog": visitors // 2,
@@ -339,12 +295,12 @@ def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> di
         "headers": [("Content-Security-Policy", FRAMING), ("Referrer-Policy", "no-referrer"), *SAFE_HEADERS],
         "access_log": False,
         "log_config": None,
-        "timeout_keep_alive": KEEP_ALIVE_S,
-        "timeout_graceful_shutdown": STOP_WITHIN_S,
+        "timeout_keep_alive": 120,  # between two moves on one connection, a policy generates for seconds
+        "timeout_graceful_shutdown": 10,
         "ws_max_size": MAX_BODY_BYTES,
         "ws_per_message_deflate": False,
-        "ws_ping_interval": PING_EVERY_S,
-        "ws_ping_timeout": PING_TIMEOUT_S,
+        "ws_ping_interval": 30,
+        "ws_ping_timeout": 300,  # a client may spend minutes on a training step; pings only free sockets
     }
 
 
@@ -363,7 +319,7 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
 def main() -> None:
     """Serve with the settings in the environment. If one is missing or wrong, a Space on the Hub says so on
     its page; elsewhere the program exits."""
-    log_as_json(LOG_LINES)
+    log_as_json(per_minute=600)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO would name the replica at every move
     if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):
         _log.error(SETUP.sentence(problems))

@@ -9,14 +9,13 @@ import asyncio
 import json
 import re
 import secrets
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, WebSocket
+from prometheus_client import Histogram
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.websockets import WebSocketDisconnect, WebSocketDisconnected
 
@@ -24,11 +23,7 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Session, Sessions
 
 Answer = dict[str, Any]
-Timer = Callable[[float], object]  # takes the seconds that a move took
-BUSY = "Too many connections wait without a game: connect again and send a reset."
 MOST_IDLE = 64  # connections without a game: at most this many, or the maximum number of games if larger
-IDLE = "Closed after {:g} s without a message: connect again and send a reset."
-RESET_FIRST = "No game is in play on this connection: send a reset first."
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _EXAMPLES = {4: "lane", 5: "crane", 6: "planet", 7: "strange"}
 _LETTERS = str.maketrans("+?-", "GYX")
@@ -144,7 +139,7 @@ class Table:
     def leave(self) -> None:
         """End the game. If it is not over, it counts as given up."""
         if self._session is not None:
-            self._sessions.leave(self._session.id)
+            self._sessions.end(self._session)
             self._session = None
 
     def _reset(self, reset: Reset) -> Answer:
@@ -158,7 +153,7 @@ class Table:
 
     def _step(self, action: Action) -> Answer:
         if self._session is None:
-            raise GameError(409, RESET_FIRST)
+            raise GameError(409, "No game is in play on this connection: send a reset first.")
         found = _BRACKETS.findall(action.message)
         word = str(found[-1] if found else action.message).strip()
         move = self._sessions.play(self._session.id, self._session.game.turns + 1, word)
@@ -219,7 +214,7 @@ def _story(message: str, move: Move) -> str:
     return f"{text}You have {left} {'guess' if left == 1 else 'guesses'} left."
 
 
-def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> None:
+def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogram) -> None:
     idle: dict[WebSocket, None] = {}  # connections without a game, quiet longest first
 
     @app.websocket("/ws")
@@ -234,23 +229,25 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
                 if len(idle) > max(MOST_IDLE, sessions.capacity):
                     oldest = next(iter(idle))
                     del idle[oldest]
+                    busy = "Too many connections wait without a game: connect again and send a reset."
                     with suppress(WebSocketDisconnect, WebSocketDisconnected):  # it is closing already
-                        await oldest.close(1013, BUSY)
+                        await oldest.close(1013, busy)
                 async with asyncio.timeout(sessions.ttl_s):
                     message = await socket.receive()
                 if message["type"] == "websocket.disconnect":
                     break
                 raw = message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace")
-                started = time.perf_counter()
-                if (answer := table.answer(raw)) is None:
+                with seconds.time():
+                    answer = table.answer(raw)
+                if answer is None:
                     await socket.close()
                     break
                 await socket.send_text(json.dumps(answer))
-                timer(time.perf_counter() - started)
         except (WebSocketDisconnect, WebSocketDisconnected):
             pass
         except TimeoutError:
-            await socket.close(1001, IDLE.format(sessions.ttl_s))
+            silent = f"Closed after {sessions.ttl_s:g} s without a message: connect again and send a reset."
+            await socket.close(1001, silent)
         finally:
             idle.pop(socket, None)
             table.leave()

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any
@@ -142,10 +141,10 @@ class Sessions:
         self._end(session)
         return session.game
 
-    def leave(self, id: UUID) -> None:
-        """End the session if it exists."""
-        with suppress(GameError):
-            self.close(id)
+    def end(self, session: Session) -> None:
+        """End this session. If it has ended already, nothing changes."""
+        self.reap()
+        self._end(session)
 
     def reap(self) -> None:
         """Let idle games expire, and forget games that ended long enough ago."""

@@ -4,15 +4,13 @@ import json
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
 from uuid import uuid4
 
 import httpx
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from env_space.game import MAX_GUESSES, MOVE, GameError, Rules
 from env_space.sessions import Origin, Session, Sessions
@@ -49,15 +47,12 @@ class Replica:
     def __init__(self, http: httpx.AsyncClient, prompt: str) -> None:
         self._http = http
         self._messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
-        self._model = ""
 
     async def turn(self) -> tuple[str, str | None, str]:
         """Let the policy play a turn. Returns its text, its guess (None if it called no tool), and the
         version of its weights. Raises GameError."""
+        answer = await self._ask()
         try:
-            if not self._model:
-                self._model = (await self._ask("GET", "/v1/models")).json()["data"][0]["id"]
-            answer = await self._ask("POST", "/v1/chat/completions", self.request())
             text = answer.json()["choices"][0]["message"]["content"] or ""
         except (ValueError, LookupError, TypeError):
             raise GameError(502, f"The replica's answer is not one of vLLM's. {_ASLEEP}") from None
@@ -70,7 +65,6 @@ class Replica:
 
     def request(self) -> dict[str, Any]:
         return {
-            "model": self._model,
             "messages": self._messages,
             "tools": [_TOOL],
             "tool_choice": "none",  # leaves the call in the text, so vLLM needs no tool parser
@@ -79,9 +73,9 @@ class Replica:
             "chat_template_kwargs": {"enable_thinking": False},
         }
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    async def _ask(self) -> httpx.Response:
         try:
-            answer = await self._http.request(method, path, json=body)
+            answer = await self._http.post("/v1/chat/completions", json=self.request())
         except httpx.TimeoutException:
             raise GameError(502, f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
         except httpx.HTTPError:
@@ -108,17 +102,24 @@ def replica_headers(url: str, key: str) -> dict[str, str]:
 def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings) -> None:
     """Add `/watch`: each request starts a new game. `sessions` is a store for watched games only."""
 
-    @app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))
-    async def watch(request: Request) -> StreamingResponse:
-        """Stream a game that the policy plays: `opened`, a `turn` per answer, then `ended` or `problem`."""
+    async def open_session(request: Request) -> AsyncIterator[Session]:
         if settings.replica_url is None:
             raise GameError(404, "No policy is connected: set WORDLE_REPLICA_URL to the replica's address.")
         seed, client = secrets.randbits(31), client_address(request.scope)
         session = sessions.open(uuid4(), Origin(seed, via="watch"), rules.deal(seed), client)
-        return _Stream(events(settings.replica_url, session), partial(sessions.leave, session.id))
+        try:
+            yield session
+        finally:  # even if the client leaves before the first event
+            sessions.end(session)
 
-    async def events(url: str, session: Session) -> AsyncIterator[str]:
+    @app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))
+    async def watch(session: Annotated[Session, Depends(open_session)]) -> StreamingResponse:
+        """Stream a game that the policy plays: `opened`, a `turn` per answer, then `ended` or `problem`."""
+        return StreamingResponse(events(session), headers=_HEADERS, media_type="text/event-stream")
+
+    async def events(session: Session) -> AsyncIterator[str]:
         yield _event("opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=settings.length)
+        url = settings.replica_url or ""  # `open_session` refuses a request without one
         headers = replica_headers(url, settings.replica_key)
         try:
             async with httpx.AsyncClient(
@@ -128,7 +129,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
                 while not session.game.over:
                     text, word, version = await replica.turn()
                     if word is None:
-                        sessions.close(session.id)
+                        sessions.end(session)
                         yield _event("turn", text=text, version=version, move=None)
                         break
                     move = sessions.play(session.id, session.game.turns + 1, word)
@@ -137,20 +138,6 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
             yield _event("ended", solved=session.game.solved, secret=session.game.secret)
         except GameError as error:
             yield _event("problem", detail=str(error))
-
-
-class _Stream(StreamingResponse):
-    """Calls `end` after the last event, even if the client leaves before the first."""
-
-    def __init__(self, events: AsyncIterator[str], end: Callable[[], object]) -> None:
-        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
-        self._end = end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._end()
 
 
 def _event(kind: str, **data: Any) -> str:

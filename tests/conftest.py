@@ -15,6 +15,7 @@ from xdist.scheduler import LoadFileScheduling
 import tests.gpu.interpreted  # noqa: F401 - before anything imports Triton
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children, too: several threads would spin for a core
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns of what it calls experimental
 
 # The same cases each time, for a test that passes has to pass again; tests.fuzz looks for new ones. The first
 # call of a compiled kernel takes a second, later ones microseconds: deadlines would only be noise.

@@ -3,8 +3,8 @@
     python -m tests.env_space.openenv_client URL FOLDER WORD...
 
 prints one JSON object. FOLDER is env_space's, WORDs are the possible secrets. The game is played as TRL's
-published Wordle example plays it: a `TextArenaEnv` client, `reset()` without seed, the new part of the first
-message's text as feedback, the last reward as the reward of the game.
+published Wordle example plays it: `reset()` without seed, the new part of the first message's text as
+feedback, the last reward as the reward of the game.
 """
 
 import asyncio
@@ -12,35 +12,18 @@ import json
 import sys
 
 from openenv.cli.__main__ import app as openenv_command
-from openenv.core.client_types import StepResult
-from openenv.core.env_client import EnvClient
 from openenv.core.generic_client import GenericEnvClient
 from typer.testing import CliRunner
 
 from bench import env_load as load
 from env_space.game import feedback
 
-SEED = 11
-
-
-class TextArenaEnv(EnvClient[dict, dict, dict]):
-    """A client as the public Wordle environment ships one."""
-
-    def _step_payload(self, action):
-        return action
-
-    def _parse_result(self, payload):
-        return StepResult(payload["observation"], payload["reward"], payload["done"])
-
-    def _parse_state(self, payload):
-        return payload
-
 
 class WordleEnv:
     """TRL's environment class around the client."""
 
     def __init__(self, url):
-        self.client = TextArenaEnv(base_url=url).sync()
+        self.client = GenericEnvClient(base_url=url).sync()
 
     def reset(self, **kwargs):
         result = self.client.reset()
@@ -84,22 +67,11 @@ def trl_game(url, words):
     invalid = [env.guess("[zzzzz]"), env.reward]
     turns = solve(env, words)
     result = {"prompt": prompt, "invalid": invalid, "turns": turns, "reward": env.reward, "done": env.done}
+    result["state"] = env.client.state()
     env.reset()
     again = {"reward": env.reward, "done": env.done}
     env.client.close()
     return {**result, "again": again}
-
-
-def seeded(url):
-    """What two clients see of one seed, and the state after a move."""
-    seen = []
-    for _ in range(2):
-        with GenericEnvClient(base_url=url).sync() as client:
-            first = client.reset(seed=SEED, episode_id="mine")
-            move = client.step({"message": "[crane]"})
-            seen.append([first.observation, move.observation, move.reward, move.done])
-            state = client.state()
-    return {"same": seen[0] == seen[1], "feedback": seen[0][1]["info"]["feedback"], "state": state}
 
 
 def command(*arguments):
@@ -112,7 +84,6 @@ def main():
     url, folder, *words = sys.argv[1:]
     seen = {
         "trl": trl_game(url, words),
-        "seeded": seeded(url),
         "validate_url": command("validate", "--url", url),
         "validate_folder": command("validate", folder, "--level", "static"),
         "load": asyncio.run(load.run(url, "ws", games=64, seconds=0)),

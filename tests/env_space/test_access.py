@@ -1,13 +1,12 @@
 """The API needs the Space's key; people on the page need none, and no visitor takes all games."""
 
 import asyncio
-import functools
 import json
 import logging
 import re
+import socket
 import ssl
-import threading
-from contextlib import contextmanager
+from functools import partial
 
 import httpx
 import pytest
@@ -24,7 +23,6 @@ from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH, replica_headers
 from space_guard.limits import PROXIES
 from space_guard.setup import SettingsError
 from tests.env_space.service import (
-    BRIDE,
     PATIENCE_S,
     guess,
     seen_from,
@@ -34,8 +32,6 @@ from tests.env_space.service import (
     start,
 )
 from tests.inference_space.asking import ask_raw
-from tests.support.http_server import answering
-from trainer.tasks.wordle import WordleEnv
 
 KEY = "four-random-words-in-a-row"
 RIGHT, WRONG = {"X-Space-Key": KEY}, {"X-Space-Key": KEY[:-1]}
@@ -96,47 +92,21 @@ def test_no_detour_leads_to_the_api(path):
     assert sent[0]["status"] in (401, 404, 405)
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """A Space with a key."""
-    with space(tmp_path_factory.mktemp("key"), WORDLE_KEY=KEY) as running:
-        yield running.url
-
-
 @pytest.mark.full
-def test_a_socket_is_refused_before_it_opens(url):
-    opening = functools.partial(connect, f"{url.replace('http', 'ws')}/ws", open_timeout=PATIENCE_S)
-    refusals = []
-    for given in ({}, WRONG):
-        with pytest.raises(InvalidStatus) as refused, opening(additional_headers=given):
-            pass
-        refusals.append(refused.value.response)
-    with opening(additional_headers=RIGHT) as socket:
-        socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
-        assert json.loads(socket.recv())["type"] == "observation"
+def test_a_socket_is_refused_before_it_opens(tmp_path):
+    with space(tmp_path, WORDLE_KEY=KEY) as running:
+        opening = partial(connect, f"{running.url.replace('http', 'ws')}/ws", open_timeout=PATIENCE_S)
+        refusals = []
+        for given in ({}, WRONG):
+            with pytest.raises(InvalidStatus) as refused, opening(additional_headers=given):
+                pass
+            refusals.append(refused.value.response)
+        with opening(additional_headers=RIGHT) as socket:
+            socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
+            assert json.loads(socket.recv())["type"] == "observation"
     assert [refusal.status_code for refusal in refusals] == [401, 401]
     assert b"send the Space's WORDLE_KEY" in refusals[0].body
     assert b"is wrong" in refusals[1].body
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("at", "variable"), [(None, "SPACE_KEY"), ("https://me-1.hf.space", "ENV_KEY")])
-def test_a_trainer_sends_its_key_to_its_own_spaces_and_another_one_elsewhere(url, monkeypatch, at, variable):
-    monkeypatch.setenv("SPACES", at or url)
-    monkeypatch.setenv("SPACE_KEY", KEY)  # it does not go to an environment of another owner
-    for given, reason in (("", "send the Space's WORDLE_KEY"), ("not-the-key", "this Space's WORDLE_KEY")):
-        monkeypatch.setenv(variable, given)
-        with pytest.raises(ValueError, match=reason):
-            asyncio.run(trainer(url).get_reward())
-    monkeypatch.setenv(variable, KEY)
-    assert asyncio.run(trainer(url).guess("bride")) == "b1+r2+i3+d4+e5+ game over"
-
-
-def trainer(url):
-    """A game as a trainer plays it."""
-    env = WordleEnv(url)
-    env.reset(seed=BRIDE)
-    return env
 
 
 def test_visitors_have_a_capacity_of_their_own():
@@ -150,20 +120,6 @@ def test_visitors_have_a_capacity_of_their_own():
     start(client)
     elsewhere = guess(client, f"/sessions/{games[0].json()['session']}", "crane", 1)
     assert "is unknown" in sentence(elsewhere, 404)
-
-
-def test_a_watched_replica_gets_its_key():
-    asked = []
-
-    def answer(request):
-        asked.append(request.headers)
-        return 503, {}, b""
-
-    with answering(answer) as url:
-        events = service(key=KEY, replica_url=url, replica_key="the-replica's-own").get("/watch").text
-    assert asked[0]["x-space-key"] == "the-replica's-own"
-    assert "authorization" not in asked[0]
-    assert "the-replica's-own" not in events
 
 
 @pytest.mark.parametrize(
@@ -225,52 +181,32 @@ def test_a_game_stores_little_of_an_endless_word():
     assert "already played with another word" in sentence(guess(client, game, "y", 1), 409)
 
 
-@contextmanager
-def thinking_replica():
-    """A replica that answers nothing before `lets` is set; yields its URL, its requests, and `lets`."""
-    asking, lets = [], threading.Event()
-
-    def answer(request):
-        asking.append(request.path)
-        lets.wait(PATIENCE_S)
-        return 503, {}, b""
-
-    with answering(answer) as url:
-        try:
-            yield url, asking, lets
-        finally:
-            lets.set()
-
-
-async def burst(addresses, lets, url):
+async def burst(addresses):
     """The statuses of simultaneous requests for `/watch` during many games, and of one after them."""
-    app = ProxyHeadersMiddleware(create_app(Settings(replica_url=url)), PROXIES)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wordle") as client:
-        for number in range(MAX_PLAYED):
-            await client.post("/play", json={"seed": 1}, headers=seen_from(number))
-        requests = {asyncio.create_task(client.get("/watch", headers=seen_from(n))): n for n in addresses}
-        refused = set()
-        while len(refused) < len(addresses) - MAX_WATCHED:  # the replica waits until the rest is refused
-            done, _ = await asyncio.wait(
-                requests.keys() - refused, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S
-            )
-            assert done, "more are watched than may be"
-            refused |= done
-        lets.set()
-        return [(await request).status_code for request in requests], (await client.get("/watch")).status_code
+    with socket.create_server(("127.0.0.1", 0)) as replica:  # it answers nothing, until it is closed
+        url = f"http://127.0.0.1:{replica.getsockname()[1]}"
+        app = ProxyHeadersMiddleware(create_app(Settings(replica_url=url)), PROXIES)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wordle") as client:
+            for number in range(MAX_PLAYED):
+                await client.post("/play", json={"seed": 1}, headers=seen_from(number))
+            requests = [asyncio.create_task(client.get("/watch", headers=seen_from(n))) for n in addresses]
+            async with asyncio.timeout(PATIENCE_S):  # until all are refused but those that may watch
+                while sum(request.done() for request in requests) < len(addresses) - MAX_WATCHED:
+                    await asyncio.sleep(0.01)
+            replica.close()
+            answers = [*await asyncio.gather(*requests), await client.get("/watch")]
+    return [answer.status_code for answer in answers]
 
 
 @pytest.mark.finding(10)
 @pytest.mark.parametrize("same", [1, 54])
 def test_a_burst_watches_no_more_games_than_allowed_whatever_the_page_plays(same):
     """Of 60 requests, so many come from one address."""
-    with thinking_replica() as (url, asking, lets):
-        statuses, after = asyncio.run(burst([0] * same + list(range(1, 61 - same)), lets, url))
+    *statuses, after = asyncio.run(burst([0] * same + list(range(1, 61 - same))))
     one = min(same, MAX_WATCHED_EACH)
     assert statuses.count(200) == MAX_WATCHED
     assert statuses[:same].count(200) <= one
     assert statuses[:same].count(429) == same - one
-    assert len(asking) == MAX_WATCHED + 1
     assert after == 200, "there is room again"
 
 

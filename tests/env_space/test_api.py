@@ -1,16 +1,14 @@
 """The HTTP API as a trainer uses it, the refusals of wrong requests, and the settings of the Space."""
 
-import asyncio
 from uuid import UUID, uuid4
 
 import httpx
 import pytest
 
-from env_space.app import SETUP, create_app, find_problems
+from env_space.app import SETUP, find_problems
 from env_space.game import answers
 from env_space.settings import Settings
 from space_guard.setup import SettingsError
-from tests import idle_time
 from tests.env_space.service import BRIDE, PATIENCE_S, guess, sentence, service, space, start
 
 NOTHING = dict.fromkeys(["solved", "greens", "yellows", "repetition", "invalid", "gave_up"], 0)
@@ -48,18 +46,21 @@ def test_a_game_from_opening_to_reward():
 
 
 def test_a_retried_opening_and_move_and_close_happen_once():
+    """A move also after the end of its game, in which no other move is possible."""
     client, opening = service(), {"seed": BRIDE, "id": str(uuid4())}
     game = f"/sessions/{opening['id']}"
     opened = [client.post("/sessions", json=opening).json() for _ in range(2)]
-    moves = [guess(client, game, "crane", 1).json() for _ in range(2)]
+    first = [guess(client, game, word, 1).json() for word in ("crane", "CRANE")]
     playing = client.get("/health").json()["sessions"]
+    last = [guess(client, game, "bride", 2).json() for _ in range(2)]
+    first.append(guess(client, game, "crane", 1).json())
     closed = [client.delete(game).json() for _ in range(2)]
     assert opened[0] == opened[1]
-    assert moves[0] == moves[1]
+    assert first == first[:1] * 3
+    assert last[0] == last[1]
     assert playing == 1
     assert closed[0] == closed[1]
-    assert closed[0]["turns"] == 1
-    assert closed[0]["reward_parts"]["gave_up"] == -0.2
+    assert closed[0]["turns"] == 2
 
 
 def test_a_full_service_says_when_to_retry():
@@ -70,26 +71,6 @@ def test_a_full_service_says_when_to_retry():
     guess(client, game, "bride", 1)
     client.delete(start(client))
     start(client)
-
-
-def test_expired_sessions_are_not_counted_while_nobody_plays():
-    """The service runs in a loop in which waiting takes no time."""
-
-    async def run():
-        app = create_app(Settings(session_ttl_s=60), clock=asyncio.get_running_loop().time)
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://wordle") as client,
-        ):
-            await client.post("/sessions", json={"seed": 1})
-            for seconds in (0, 59, 2):
-                await asyncio.sleep(seconds)
-                playing.append((await client.get("/health")).json()["sessions"])
-
-    playing = []
-    idle_time.run(run())
-    assert playing == [1, 1, 0]
 
 
 def test_words_are_the_possible_secrets():
@@ -108,7 +89,7 @@ def test_what_the_service_offers_is_documented():
     sessions = {"/sessions", "/sessions/{session}/guess", "/sessions/{session}"}
     assert paths.keys() == sessions | {"/words", "/health", "/schema", "/metadata", "/watch"}
     move = paths["/sessions/{session}/guess"]["post"]
-    assert move["requestBody"]["content"]["application/json"]["schema"]["title"] == "Guess"
+    assert move["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/Guess")
     assert move["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Move")
 
 
@@ -137,15 +118,14 @@ MALFORMED = [
     (b'{"word": "crane", "turn": NaN}', 422, "'turn'"),
     (b'{"word": "crane", "turn": 1e999}', 422, "'turn'"),
     (b'{"word": "crane", "turn": 1, "extra": 1}', 422, "'extra'"),
-    (b'{"word": "\\ud800", "turn": 1}', 422, "not JSON"),
-    (b'{"word": "crane", "turn": 1, "\\ud800": 1}', 422, "not JSON"),
+    (b'{"word": "\\ud800", "turn": 1}', 422, "'word'"),
+    (b'{"word": "crane", "turn": 1, "\\ud800": 1}', 422, "JSON object"),
     (b"{", 422, "not JSON"),
-    (b"\xff\xfe\x00", 422, "not JSON"),
-    (b"", 422, "not JSON"),
+    (b"", 422, "JSON object"),
     (b"null", 422, "JSON object"),
-    (b"[]", 422, "JSON object"),
-    (b'{"word": "crane", "turn": ' + b"9" * 5000 + b"}", 422, "not JSON"),
-    (b"[" * 9000, 422, "not JSON"),
+    (b"\xff\xfe\x00", 400, "could not be parsed"),
+    (b'{"word": "crane", "turn": ' + b"9" * 5000 + b"}", 400, "could not be parsed"),
+    (b"[" * 9000, 400, "could not be parsed"),
     (b" " * 100_000, 413, "at most 16384 bytes"),
 ]
 
@@ -160,24 +140,19 @@ def test_a_malformed_guess_is_refused_with_a_sentence_and_costs_no_turn(body, st
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "names"),
+    ("body", "names"),
     [
-        (b"{}", 422, "'seed'"),
-        (b'{"seed": true}', 422, "'seed'"),
-        (b'{"seed": 1.5}', 422, "'seed'"),
-        (b'{"seed": 9007199254740992}', 422, "'seed'"),
-        (b'{"seed": 1, "id": "mine"}', 422, "'id'"),
-        (b'{"seed": 1, "split": "test"}', 422, "'split'"),
-        (b'{"seed": 1, "sead": 2}', 422, "'sead'"),
-        (b"{", 422, "not JSON"),
-        (b"\xff\xfe\x00", 400, "could not be parsed"),
-        (b"[" * 9000, 400, "could not be parsed"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", 400, "could not be parsed"),
-        (b" " * 100_000, 413, "at most 16384 bytes"),
+        (b"{}", "'seed'"),
+        (b'{"seed": true}', "'seed'"),
+        (b'{"seed": 1.5}', "'seed'"),
+        (b'{"seed": 9007199254740992}', "'seed'"),
+        (b'{"seed": 1, "id": "mine"}', "'id'"),
+        (b'{"seed": 1, "split": "test"}', "'split'"),
+        (b'{"seed": 1, "sead": 2}', "'sead'"),
     ],
 )
-def test_a_malformed_opening_is_refused_with_a_sentence(body, status, names):
-    assert names in sentence(service().post("/sessions", content=body, headers=JSON), status)
+def test_a_malformed_opening_is_refused_with_a_sentence(body, names):
+    assert names in sentence(service().post("/sessions", content=body, headers=JSON), 422)
     plain = service().post("/sessions", content=b'{"seed": 1}')
     assert "Content-Type: application/json" in sentence(plain, 422)
 
@@ -188,11 +163,6 @@ def test_a_malformed_opening_is_refused_with_a_sentence(body, status, names):
 )
 def test_a_wrong_address_is_refused_with_a_sentence(method, path, status):
     assert "GET /docs" in sentence(service().request(method, path), status)
-
-
-def test_variables_are_parsed():
-    settings = Settings.read({"WORDLE_ANSWERS": "300", "WORDLE_SESSION_TTL_S": "2.5", "WORDLE_PORT": "8000"})
-    assert settings == Settings(answers=300, session_ttl_s=2.5, port=8000)
 
 
 @pytest.mark.parametrize(

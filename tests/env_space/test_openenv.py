@@ -115,7 +115,6 @@ def test_games_without_a_seed_have_different_secrets():
     ("raw", "code", "names"),
     [
         ("{", "INVALID_JSON", "JSON object"),
-        ("[]", "INVALID_JSON", "JSON object"),
         ("null", "INVALID_JSON", "JSON object"),
         ("[" * 9000, "INVALID_JSON", "JSON object"),
         ("9" * 9000, "INVALID_JSON", "JSON object"),
@@ -236,17 +235,13 @@ def openenv(request):
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with space(tmp_path_factory.mktemp("openenv"), WORDLE_ANSWERS="60") as running:
-        yield running.url
-
-
-@pytest.fixture(scope="module")
-def seen(openenv, url):
+def seen(openenv, tmp_path_factory):
     """What OpenEnv's client and validator saw of the service."""
-    command = [openenv / "python", "-m", "tests.env_space.openenv_client", url, FOLDER, *RULES.train]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WORDLE_")}
-    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    with space(tmp_path_factory.mktemp("openenv"), WORDLE_ANSWERS="60") as running:
+        words = ["-m", "tests.env_space.openenv_client", running.url, FOLDER, *RULES.train]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("WORDLE_")}
+        command = [openenv / "python", *words]
+        result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -258,6 +253,7 @@ def test_a_full_game_as_trl_plays_it(seen):
     assert "You attempted an invalid move. 'zzzzz' is not in the word list. You have 5" in game["invalid"][0]
     assert game["invalid"][1] == 0
     assert game["done"]
+    assert (game["state"]["step_count"], game["state"]["max_turns"]) == (1 + len(game["turns"]), 6)
     *_, (last, answer) = game["turns"]
     assert last in RULES.train
     assert answer.endswith("You found the word.")
@@ -266,15 +262,6 @@ def test_a_full_game_as_trl_plays_it(seen):
         assert f"\n{' '.join(word.upper())}\n{' '.join(marks)}\n" in marked
     assert game["reward"] > 1
     assert game["again"] == {"reward": 0.0, "done": False}, "the same client starts another game"
-
-
-@pytest.mark.long
-def test_a_seed_is_the_same_game_for_every_client_and_its_state_hides_the_secret(seen):
-    secret, state = RULES.deal(11).secret, seen["seeded"]["state"]
-    assert seen["seeded"]["same"]
-    assert seen["seeded"]["feedback"] == feedback("crane", secret)
-    assert (state["episode_id"], state["step_count"], state["max_turns"]) == ("mine", 1, 6)
-    assert secret not in json.dumps(state)
 
 
 @pytest.mark.long

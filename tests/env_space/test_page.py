@@ -183,15 +183,12 @@ def broken_replica(*answers):
     answers, asked = list(answers), []
 
     def answer(request):
-        asked.append(json.loads(request.body or "null"))
+        asked.append(request)
         status, body = answers.pop(0)
         return status, {}, body
 
     with answering(answer) as url:
         yield url, asked
-
-
-MODELS = (200, b'{"data": [{"id": "policy"}]}')
 
 
 def answer_of(text):
@@ -202,13 +199,6 @@ def test_without_a_replica_the_refusal_names_the_setting():
     assert "set WORDLE_REPLICA_URL" in sentence(service().get("/watch"), 404)
 
 
-def test_a_replica_that_cannot_be_reached_may_be_asleep():
-    events, playing = watch(replica_url="http://127.0.0.1:9")
-    assert [kind for kind, _ in events] == ["opened", "problem"]
-    assert events[1][1]["detail"].startswith("The replica cannot be reached. If it is a sleeping Space")
-    assert playing == 0
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -216,7 +206,7 @@ def test_a_replica_that_cannot_be_reached_may_be_asleep():
         ((503, b"<html>Your space is waking up</html>"), "cannot play now: it answered with status 503."),
         ((404, b'{"error": "nothing here"}'), "cannot play now: it answered with status 404."),
         ((200, b"<html>"), "answer is not one of vLLM's."),
-        ((200, b'{"data": []}'), "answer is not one of vLLM's."),
+        ((200, b'{"choices": []}'), "answer is not one of vLLM's."),
     ],
 )
 def test_a_replica_that_does_not_play_is_quoted(answer, reason):
@@ -228,7 +218,7 @@ def test_a_replica_that_does_not_play_is_quoted(answer, reason):
 
 
 def test_a_policy_that_calls_no_tool_ends_its_game():
-    with broken_replica(MODELS, answer_of("I would rather not.")) as (url, _):
+    with broken_replica(answer_of("I would rather not.")) as (url, _):
         events, _ = watch(replica_url=url)
     assert [kind for kind, _ in events] == ["opened", "turn", "ended"]
     assert (events[1][1]["text"], events[1][1]["move"]) == ("I would rather not.", None)
@@ -237,7 +227,16 @@ def test_a_policy_that_calls_no_tool_ends_its_game():
 
 def test_the_policy_gets_the_configured_prompt_and_the_result_of_its_guess():
     call = '<tool_call>\n{"name": "guess", "arguments": {"word": "zzzzz"}}\n</tool_call>'
-    with broken_replica(MODELS, answer_of(call), answer_of("")) as (url, asked):
+    with broken_replica(answer_of(call), answer_of("")) as (url, asked):
         events, _ = watch(replica_url=url, replica_prompt="Find the word.")
     assert events[1][1]["move"]["message"] == "'zzzzz' is not in the word list."
-    assert [message["content"] for message in asked[2]["messages"]] == ["Find the word.", call, "not a word"]
+    messages = json.loads(asked[1].body)["messages"]
+    assert [message["content"] for message in messages] == ["Find the word.", call, "not a word"]
+
+
+def test_a_watched_replica_gets_its_key_and_no_token():
+    with broken_replica((503, b"")) as (url, asked):
+        events, _ = watch(replica_url=url, replica_key="the-replica's-own")
+    assert asked[0].headers["x-space-key"] == "the-replica's-own"
+    assert "authorization" not in asked[0].headers
+    assert "the-replica's-own" not in str(events)

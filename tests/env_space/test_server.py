@@ -118,7 +118,7 @@ def soon(monkeypatch):
 
 @contextmanager
 def wordle(key=""):
-    with serving(create_app(Settings(key=key)), **server_options(key, 8, service.LIMITS)) as url:
+    with serving(create_app(Settings(key=key)), **server_options(key, 8)) as url:
         yield url
 
 
@@ -208,7 +208,7 @@ def send_on(opened, more):
 @pytest.mark.finding(6)
 def test_a_client_that_reads_nothing_is_cut_off(soon):
     words = b"GET /words HTTP/1.1\r\nHost: wordle\r\n\r\n"
-    options = server_options(KEY, limits=service.LIMITS)
+    options = server_options(KEY)
     visitors = options["http"].keywords["visitors"]
     with serving(create_app(Settings()), **options) as url, link(url, words, buffer=4096) as opened:
         assert opened.recv(1) == b"H"

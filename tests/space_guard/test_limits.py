@@ -1,7 +1,6 @@
 """Visitors share what a trainer does not need, and no client can flood a log."""
 
 import asyncio
-import json
 import logging
 from contextlib import ExitStack
 
@@ -9,7 +8,7 @@ import pytest
 from starlette.exceptions import HTTPException
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from space_guard.limits import PROXIES, JsonLines, Lane, LogLimit, client_address
+from space_guard.limits import PROXIES, Lane, LogLimit, client_address
 
 
 @pytest.mark.finding(4)
@@ -61,10 +60,8 @@ def test_a_client_is_the_address_that_the_last_proxy_saw(peer, told, client):
     assert seen == [client]
 
 
-def record(line: int, *, message: str = "%s", fields: dict | None = None) -> logging.LogRecord:
-    made = logging.LogRecord("uvicorn.error", logging.WARNING, "uvicorn.py", line, message, ("x",), None)
-    made.fields = fields or {}
-    return made
+def record(line: int) -> logging.LogRecord:
+    return logging.LogRecord("uvicorn.error", logging.WARNING, "uvicorn.py", line, "%s", ("x",), None)
 
 
 @pytest.mark.finding(19)
@@ -79,10 +76,3 @@ def test_a_flood_of_one_kind_is_dropped_and_counted_and_silences_no_other():
     assert all(map(limit.filter, (other, first, second)))
     said = [each.getMessage() for each in (other, first, second)]
     assert said == ["x", "(997 similar lines were dropped) x", "x"]
-
-
-def test_a_line_is_one_json_object_with_its_fields():
-    line = JsonLines().format(record(1, message="two\nlines of %s", fields={"turns": 3}))
-    assert "\n" not in line
-    wanted = {"level": "warning", "logger": "uvicorn.error", "message": "two\nlines of x", "turns": 3}
-    assert wanted.items() <= json.loads(line).items()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import contextvars
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
-from tests.support.http_server import Request
 from tests.support.http_server import answering as serving
 from tests.support.tls_hosts import OWN, STRANGER, Hosts, answering
 from trainer import observe, rollouts, spaces
@@ -38,21 +36,6 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     with answering(tmp_path, monkeypatch) as found:
         yield found
-
-
-@contextlib.contextmanager
-def server(status: int = 200, body: object = None) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A Space that always gives the same answer; yields its URL and the headers of each request."""
-    asked: list[dict[str, str]] = []
-    content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-    kind = {"content-type": "application/json" if b"{" in content else "text/html"}
-
-    def answer(request: Request) -> tuple[int, dict[str, str], bytes]:
-        asked.append(request.headers)
-        return status, kind, content
-
-    with serving(answer) as url:
-        yield url, asked
 
 
 Sends = list[Callable[[], object]]
@@ -191,13 +174,6 @@ def test_all_own_servers_get_the_key_and_those_on_the_hub_the_token(monkeypatch,
     assert spaces.headers(url) == expected
 
 
-@pytest.mark.parametrize("unset", [["SPACES"], ["SPACE_KEY", "SPACE_HF_TOKEN"]])
-def test_without_secrets_or_own_spaces_nothing_is_sent(monkeypatch, unset):
-    for name in unset:
-        monkeypatch.delenv(name)
-    assert spaces.headers(f"https://{OWN}") == {}
-
-
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb"])
 def test_a_key_that_fits_no_header_is_refused_and_not_shown(monkeypatch, key):
     monkeypatch.setenv("SPACES", "http://127.0.0.1")
@@ -209,19 +185,9 @@ def test_a_key_that_fits_no_header_is_refused_and_not_shown(monkeypatch, key):
     assert key not in str(refused.value)
 
 
-def test_every_request_to_a_space_outside_the_hub_carries_the_key_only(tmp_path, monkeypatch):
-    with server(body={"state": "serving", "status": "healthy"}) as (url, asked):
-        monkeypatch.setenv("SPACES", url)
-        Spaces(Fleet([url])).wait()
-        for send in every_request(tmp_path, url, url, lambda: True):
-            send()
-    assert len(asked) >= 6
-    assert carried(asked) == {(KEY, None)}
-
-
 def test_the_answer_to_a_refused_key_is_quoted_and_the_key_is_not_shown(monkeypatch):
-    refusal = {"error": {"message": "this key is not that of this Space"}}
-    with server(status=401, body=refusal) as (url, _):
+    refusal = b'{"error": {"message": "this key is not that of this Space"}}'
+    with serving(lambda _: (401, {"content-type": "application/json"}, refusal)) as url:
         monkeypatch.setenv("SPACES", url)
         with pytest.raises(aiohttp.ClientResponseError) as refused:
             post(url)
@@ -235,7 +201,8 @@ def test_the_answer_to_a_refused_key_is_quoted_and_the_key_is_not_shown(monkeypa
 )
 def test_a_server_that_is_no_space_is_reported(status, message):
     """A private Space answers 404 to a trainer that may not read it."""
-    with server(status=status, body="<html>Sorry, we can't find the page</html>") as (url, _):
+    page = b"<html>Sorry, we can't find the page</html>"
+    with serving(lambda _: (status, {"content-type": "text/html"}, page)) as url:
         env = WordleEnv(url)
         env.reset(seed=1)
         with pytest.raises(ValueError, match=message):

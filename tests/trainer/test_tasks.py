@@ -19,7 +19,6 @@ from env_space.settings import Settings
 from examples import tiny_policy as tiny
 from tests.support.http_server import Request, answering
 from tests.support.serving import serving
-from trainer.demo.__main__ import env_settings
 from trainer.demo.processes import Processes, free_port
 from trainer.settings import Settings as TrainerSettings
 from trainer.tasks import make_task, reverse_text
@@ -92,7 +91,7 @@ def test_a_solved_game_pays_and_is_over_and_giving_up_costs(url, words):
 def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path):
     port = free_port()
     env = WordleEnv(f"http://127.0.0.1:{port}")
-    settings = env_settings(port, WORDLE_ANSWERS="128")
+    settings = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port), "WORDLE_ANSWERS": "128"}
     env.reset(seed=1)
     with Processes(tmp_path) as space:
         space.start("env", ["env_space.app"], settings)
@@ -135,6 +134,14 @@ def test_a_busy_environment_is_asked_again_whatever_pause_it_asks_for():
         env = WordleEnv(somebody)
         env.reset(seed=3)
         assert guess(env, "crane") == GAME["observation"]
+
+
+def test_a_refusal_is_quoted():
+    with answering(lambda request: (401, {}, b'{"detail": "send the key"}')) as somebody:
+        env = WordleEnv(somebody)
+        env.reset(seed=3)
+        with pytest.raises(ValueError, match=f"^{somebody} refused: send the key$"):
+            reward(env)
 
 
 WORDS = ["".join(letters) for letters in itertools.product(ascii_lowercase[:5], repeat=3)]

@@ -26,42 +26,19 @@ from delta_weight_sync import gpu_build, open_run
 from delta_weight_sync.resume._state import usable_states
 from delta_weight_sync.runlog import DoneEvent, RunLogReader
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import Progress
 from examples import tiny_policy as tiny
+from tests.support.trainer_lives import live
 from trainer import memory
 from trainer.resume import SaveState
 from trainer.settings import Settings
+from trainer.spaces import Spaces
 from trainer.stop import LIMIT_S
 from trainer.train import main, train
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 BUCKET = "hf://buckets/team/read-only"
-LIVES = """
-timed, rated = sys.argv[2:]
-live(folder, timed, 4, every=2, minutes=1e-6)
-live(folder, timed, 3, every=2)
-live(folder, timed, 3, every=2)  # it has nothing left to do
-live(folder, rated, 1, norm_learning_rate=0.05)
-live(folder, rated, 2, norm_learning_rate=0.05)
-"""
-NO_WAIT = """
-from unittest import mock
-from trainer.spaces import Spaces
-
-mock.patch.object(Spaces, 'wait', side_effect=AssertionError('waited')).start()
-"""
-
-
-def script(code: str, *arguments: str) -> list[str]:
-    """A program that knows the lives of trainers, and its first argument as `folder`."""
-    imports = (
-        "import sys; from pathlib import Path; from tests.support.trainer_lives import live, wait_in_vain"
-    )
-    return [sys.executable, "-c", f"{imports}; folder = Path(sys.argv[1])\n{code}", *arguments]
-
-
-def run(command: list[str], timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s)
 
 
 @pytest.mark.parametrize(("option", "least"), [("minutes", 0), ("norm_learning_rate", 0), ("state_every", 1)])
@@ -108,8 +85,13 @@ def buckets(base: Path) -> tuple[str, str]:
     for name in ("timed", "rated"):
         (base.parent / name).mkdir()
     timed, rated = ((base.parent / name).as_uri() for name in ("timed", "rated"))
-    done = run(script(LIVES, str(base.parent), timed, rated))
-    assert done.returncode == 0, done.stderr[-3000:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patches, "_replace", patch.setattr)  # TRL is as it was, after these lives
+        live(base.parent, timed, 4, every=2, minutes=1e-6)
+        live(base.parent, timed, 3, every=2)
+        live(base.parent, timed, 3, every=2)  # it has nothing left to do
+        live(base.parent, rated, 1, norm_learning_rate=0.05)
+        live(base.parent, rated, 2, norm_learning_rate=0.05)
     return timed, rated
 
 
@@ -131,15 +113,17 @@ def test_training_ends_with_its_time_and_resumes_without_that_limit(buckets):
 
 @pytest.mark.live
 @pytest.mark.parametrize("fresh", [True, False])
-def test_another_model_than_the_runs_is_refused_before_the_wait_for_spaces(buckets, base, tmp_path, fresh):
+def test_another_model_than_the_runs_is_refused_before_the_wait_for_spaces(
+    buckets, base, tmp_path, monkeypatch, fresh
+):
     shutil.copytree(base, tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    live = f"{NO_WAIT}live(folder, sys.argv[2], 9, fresh={fresh})"
-    done = run(script(live, str(tmp_path), buckets[0]))
-    last = done.stderr.splitlines()[-1]
+    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)
+    monkeypatch.setattr(Spaces, "wait", mock.Mock(side_effect=AssertionError("waited")))
     sentence = "parameter lm_head.weight is not part of the run; start a new run for a new model"
-    assert last == f"trainer: {sentence}"
+    with pytest.raises(SystemExit, match=f"^trainer: {sentence}$"):
+        live(tmp_path, buckets[0], 9, fresh=fresh)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +170,9 @@ def test_the_norms_may_learn_faster_than_the_matrices(buckets, tmp_path):
 @contextmanager
 def waiting_trainers(folder: Path, lives: int) -> Iterator[IO[str]]:
     """Trainers that wait for samples, one after the other; yields their output and that of their parent."""
-    command = script("wait_in_vain(folder, int(sys.argv[2]))", str(folder), str(lives))
+    code = "import sys; from pathlib import Path; from tests.support.trainer_lives import wait_in_vain\n"
+    code += "wait_in_vain(Path(sys.argv[1]), int(sys.argv[2]))"
+    command = [sys.executable, "-c", code, str(folder), str(lives)]
     with (folder / "errors").open("w") as errors:
         parent = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert parent.stdout is not None
@@ -243,7 +229,8 @@ def test_a_signal_and_a_sudden_death_end_the_process_that_plays(tmp_path):
 def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tmp_path):
     """Ended by -9 and SIGTERM at random instants, and started again with the same command."""
     lives = [sys.executable, "-m", "tests.support.trainer_lives", str(tmp_path), str(kills), str(seed)]
-    done = run(lives, 200 + 60 * kills)
+    limit = 200 + 60 * kills
+    done = subprocess.run(lives, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "versions.json").read_text())
     assert [version for version, _, _ in result["undisturbed"]] == list(range(result["steps"] + 1))

@@ -120,7 +120,7 @@ def test_the_patches_own_tests_pass(package, tmp_path):
     link_others(package, tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     tests = [path for path in touched(series(package)) if path.startswith("tests/")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(
         [*command, "--rootdir", str(tmp_path), *tests],

@@ -92,7 +92,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
-    games = env_settings(env, WORDLE_REPLICA_URL=replica_url)
+    games = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env), "WORDLE_REPLICA_URL": replica_url}
     processes.start("env", ["env_space.app"], games, nice=10)  # it plays for rollouts, which have 10 as well
     replica = replica_settings(policy, bucket_url, space, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
@@ -125,10 +125,6 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     logging.disable_progress_bar()
     progress.say("policy       SmolLM2-135M after imitation learning   (the first demo unpacks it)")
     return smollm2.build(folder.parent / "smollm2-reverse-text", "reverse_text")
-
-
-def env_settings(port: int, **more: str) -> dict[str, str]:
-    return {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port), **more}
 
 
 def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,8 +33,7 @@ from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from delta_weight_sync.store import open_bucket
 from env_space.game import Rules
 from env_space.settings import Settings
-from inference_space.settings import Settings as ReplicaSettings
-from tests.live.replica import SMALL_CACHE, Replica
+from tests.live.replica import SMALL_CACHE, Replica, Server
 from tests.support.dockerfile import CHECKOUT, Job, parse
 from tests.trainer.deploy.conftest import POLICY
 from trainer.deploy.plan import App, stage
@@ -56,29 +55,29 @@ def may_mount() -> bool:
     return subprocess.run(mounting, capture_output=True).returncode == 0
 
 
-class Space:
+class Space(Server):
     """A Space that is built from its staged folder and runs with these variables and secrets."""
 
+    status_path = "/status"
+
     def __init__(self, app: App, folder: Path, host: str, environ: dict[str, str]) -> None:
-        self.url, self.log = f"http://{host}:{PORT}", folder / f"{app}.log"
+        self.log = folder / f"{app}.log"
+        command = ["unshare", "--mount", sys.executable, "-m", "tests.support.dockerfile"]
+        super().__init__(command, {}, self.log, PORT)
+        self.url = f"http://{host}:{PORT}"
         stage(app, folder / app)
         given = {"SPACE_ID": f"me/wordle-{app}", "HF_TOKEN": TOKEN, **environ}
         binds = {"/bucket": str(folder / "bucket")}
         self._job = Job(str(folder / app), str(folder / f"{app}.image"), given, binds)
 
     def start(self) -> None:
-        command = ["unshare", "--mount", sys.executable, "-m", "tests.support.dockerfile"]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=log, stderr=log
+            self.process = self._process = subprocess.Popen(
+                self._command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=log, stderr=log
             )
         assert self.process.stdin is not None
         with self.process.stdin as job:
             job.write(json.dumps(asdict(self._job)).encode())
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(PATIENCE_S)
 
     def wake(self) -> None:
         """As after a sleep: the same image, and nothing of what ran in it."""
@@ -86,26 +85,8 @@ class Space:
         self._job = replace(self._job, built=True)
         self.start()
 
-    def wait(self, path: str, until: Callable[[httpx.Response], bool]) -> httpx.Response:
-        last: object = "no answer"
-        for _ in range(int(PATIENCE_S * 4)):
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                last = httpx.get(f"{self.url}{path}", trust_env=False, timeout=30)
-                if until(last):
-                    return last
-            except httpx.TransportError as error:
-                last = error
-            time.sleep(0.25)
-        raise AssertionError(f"{self.url}{path}: {last}; {self.log.read_text()[-3000:]}")
-
-    def wait_for(self, version: int) -> dict[str, Any]:
-        """Block until it serves `version`; returns its status."""
-        answer = self.wait("/status", lambda answer: answer.json()["status"]["version"] == version)
-        return dict(answer.json()["status"])
-
     def family(self) -> list[psutil.Process]:
-        process = psutil.Process(self.process.pid)
+        process = psutil.Process(self.pid)
         return [process, *process.children(recursive=True)]
 
 
@@ -221,7 +202,7 @@ def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> No
         assert httpx.get(f"{space.url}/").status_code == 200
     assert httpx.post(f"{env.url}/sessions", json={"seed": 1}).status_code == 401
     assert httpx.post(f"{replica.url}/v1/completions", json={}).status_code == 401
-    assert leaks(deployed.folder, env, replica) == []
+    assert leaks(deployed.folder, env) == []
 
 
 @pytest.mark.live
@@ -245,7 +226,7 @@ def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> Non
 def test_a_space_wakes_with_the_newest_version(deployed: Deployment) -> None:
     deployed.replica.wake()
     joined = f"starting vLLM with version {deployed.head.version}"  # fetched, rebuilt, its digest checked
-    deployed.replica.wait("/ready", lambda answer: answer.json()["state"] == joined)
+    deployed.replica.wait_until(lambda status: status["state"] == joined, joined)
 
 
 def sessions(env: Space) -> int:
@@ -260,33 +241,29 @@ def played(env: Space) -> int:
     return sum(int(float(count)) for count in counts)
 
 
-def leaks(folder: Path, env: Space, replica: Space) -> list[str]:
-    """Where a planted secret can be seen: logs, bucket, pages, command lines, variables of the engine."""
-    [front, *engine] = replica.family()
-    # The Space has a /tmp of its own, as in a container: its process shows its default folder there.
-    scratch = Path(f"/proc/{front.pid}/root{ReplicaSettings.model_fields['folder'].default}")
-    files = [*folder.glob("*.log"), *(folder / "bucket").rglob("*"), *scratch.rglob("*")]
-    assert scratch / "engine_python.sh" in files
+def leaks(folder: Path, env: Space) -> list[str]:
+    """Where a planted secret can be seen: logs, bucket, and the environment's pages and command lines. For a
+    replica's own, see tests/live/test_public_port.py."""
+    files = [*folder.glob("*.log"), *(folder / "bucket").rglob("*")]
     texts = {str(path): path.read_bytes().decode("latin-1") for path in files if path.is_file()}
-    for space, paths in ((env, ENV_PAGES), (replica, REPLICA_PAGES)):
-        texts |= {f"{space.url}{path}": httpx.get(f"{space.url}{path}").text for path in paths}
-    for process in (*env.family(), front, *engine):
-        texts[f"command line of {process.pid}"] = " ".join(process.cmdline())
-    texts |= {f"variables of {process.pid}": json.dumps(process.environ()) for process in engine}
+    texts |= {path: httpx.get(f"{env.url}{path}").text for path in ENV_PAGES}
+    texts |= {f"{process}": " ".join(process.cmdline()) for process in env.family()}
     return [place for place, text in texts.items() if any(word in text for word in (KEY, TOKEN, WRITING))]
 
 
 ENV_PAGES = ["/", "/health", "/ready", "/metrics", "/docs", "/openapi.json", "/words", "/sessions", "/no"]
-REPLICA_PAGES = ["/", "/health", "/ready", "/status", "/v1/models", "/dashboard/bucket", "/v1/completions"]
 
 
+@pytest.mark.finding(21)
 @pytest.mark.parametrize("app", ["env", "replica"])
 def test_a_dockerfile_pins_its_image_and_serves_where_the_front_matter_says(app: App, tmp_path: Path) -> None:
     stage(app, tmp_path)
     steps = parse((tmp_path / "Dockerfile").read_text())
     front: dict[str, Any] = yaml.safe_load((tmp_path / "README.md").read_text().split("---\n")[1])
     (image,) = (rest for name, rest in steps if name == "FROM")
-    assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+(-[\w.-]+)?(@sha256:[0-9a-f]{64})?", image)
+    # vLLM's image is named by its tag: the digest could not be looked up where this was written.
+    optional = "" if app == "env" else "?"
+    assert re.fullmatch(rf"[\w/-]+:v?\d+\.\d+\.\d+(-[\w.-]+)?(@sha256:[0-9a-f]{{64}}){optional}", image)
     assert ("EXPOSE", str(front["app_port"])) in steps
     assert (front["app_port"], front["sdk"]) == (PORT, "docker")
     assert [rest for name, rest in steps if name == "USER"] == ["1000"]

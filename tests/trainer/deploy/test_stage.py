@@ -1,6 +1,5 @@
 """The folders for the upload: what their Dockerfiles copy and import, no other file, and what is locked."""
 
-import ast
 import json
 import re
 import shutil
@@ -23,10 +22,6 @@ PACKAGES = {"env": "env_space", "replica": "inference_space"}
 DATA = {
     "env": {"env_space/words/answers-5.txt", "env_space/page/index.html"},
     "replica": {"inference_space/dashboard/templates/page.html"},
-}
-IMPORTED = {
-    "env": {"env_space", "space_guard"},
-    "replica": {"inference_space", "space_guard", "delta_weight_sync"},
 }
 
 
@@ -56,21 +51,6 @@ def test_everything_that_the_dockerfile_copies_is_there_and_no_other_package(app
     assert tops - at_the_root == {PACKAGES[app], "shared"}
     assert not [name for name in names(staged) if "__pycache__" in name or "test" in name or "/." in name]
     assert names(staged) >= DATA[app]
-
-
-def test_what_is_imported_is_there_or_comes_from_its_requirements(app, staged):
-    places = (*CHECKOUT.iterdir(), *(CHECKOUT / "shared").iterdir())
-    project = {path.name for path in places if (path / "__init__.py").exists()}
-    imported = {module for file in staged.rglob("*.py") for module in _imports(file)}
-    assert imported & project == IMPORTED[app]
-
-
-def _imports(file: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return {name.split(".")[0] for name in plain} | {
-        node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module
-    }
 
 
 def test_a_dry_run_needs_no_token_and_touches_nothing_but_its_folder(world: World, monkeypatch):
@@ -212,14 +192,6 @@ def test_a_dockerfile_installs_nothing_that_has_no_hash(package):
     assert installs == [locked, here][: len(installs)]
     assert installs
     assert not [run for run in runs if re.search(r"\b(curl|wget|apt|apt-get|git|uv|conda|npm)\b", run)]
-
-
-@pytest.mark.finding(21)
-def test_the_environments_image_is_named_by_what_it_is():
-    """vLLM's is named by its tag: the digest could not be looked up where this was written."""
-    steps = parse((CHECKOUT / "env_space/Dockerfile").read_text())
-    (image,) = [rest for name, rest in steps if name == "FROM"]
-    assert HASH.fullmatch(image.partition("@")[2])
 
 
 @pytest.mark.finding(21)
