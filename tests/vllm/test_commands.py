@@ -1,6 +1,6 @@
 """What the owner orders is what the replica does: pause, resume, pin, join again; also when vLLM dies.
 
-vLLM is stood in for, as here it has to die at a given moment; tests/live/test_owner.py orders a real one.
+vLLM is stood in for, as here it has to die at a given moment; tests/live/test_replica.py orders a real one.
 """
 
 from collections import Counter
