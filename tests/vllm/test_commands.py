@@ -13,17 +13,11 @@ import pytest
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
 from tests.support.fake_vllm import Mortal, reaches, soon
 from tests.support.real_run import RealRun
 from tests.support.written_run import WrittenRun
-
-
-@pytest.fixture
-def bucket(bucket: Bucket) -> CountedBucket:
-    return CountedBucket(bucket)
 
 
 @pytest.fixture
