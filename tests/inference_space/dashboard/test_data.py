@@ -312,17 +312,6 @@ def test_fifty_viewers_of_a_delta_cost_one_download(bucket: Bucket) -> None:
 
 
 @pytest.mark.finding(8)
-def test_each_verified_version_is_rebuilt_once(bucket: Bucket) -> None:
-    counted = CountedBucket(bucket)
-    real_run(bucket, 20)
-    library = Library(counted, lambda: "r")
-    said = [library.verify(version) for version in range(21)]
-    once = counted.fetched.total()
-    assert [library.verify(version) for version in range(21)] == said
-    assert counted.fetched.total() == once
-
-
-@pytest.mark.finding(8)
 def test_a_damaged_version_is_fetched_once(bucket: Bucket) -> None:
     counted = CountedBucket(bucket)
     delta = real_run(bucket).reader.manifest().deltas[-1]
