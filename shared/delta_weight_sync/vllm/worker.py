@@ -242,14 +242,10 @@ def memory_of(table: Table) -> Memory:
 
 
 def warm_up(device: torch.device) -> Staged:
-    """Compile the kernels that hash and write parameters, by using them on tensors of every layout."""
-    layouts = {"flat": ((9001,), (1,)), "turned": ((48, 160), (1, 48)), "odd": ((7, 5, 6), (1, 42, 7))}
-    learned: dict[str, Route] = {}
-    for name, (sizes, strides) in layouts.items():
-        bits = torch.zeros(sizes, dtype=torch.int16, device=device)
-        places = Geometry(0, sizes, bits.stride()), Geometry(0, sizes, strides)
-        learned[name] = Route(sizes, (Piece(bits.view(-1), *places),))
-    memory_of(Table(learned, dict.fromkeys(learned, (0,)))).digest()
+    """Compile the kernels that hash and write parameters, by using them on tiles of both kinds."""
+    whole = Geometry(0, (9001,), (1,))
+    piece = Piece(torch.zeros(whole.sizes, dtype=torch.int16, device=device), whole, whole)
+    memory_of(Table({"w": Route(whole.sizes, (piece,))}, {"w": (0,)})).digest()
     return Staged()
 
 
