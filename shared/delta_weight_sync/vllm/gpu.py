@@ -22,7 +22,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits
-from delta_weight_sync.gpu import Clock, free_bytes, inner, launch, outer, read
+from delta_weight_sync.gpu import free_bytes, inner, launch, outer, read
 from delta_weight_sync.vllm import memory
 
 BLOCK = 1024  # changes that a program takes
@@ -240,13 +240,12 @@ class DeviceMemory:
             moved = self._sum()
 
         def do() -> tuple[int, float]:  # like `undo`, on the stream of the caller
-            started, clock = time.perf_counter(), Clock(self._device)
-            wrong.zero_()
+            started = time.perf_counter()
+            read(wrong.zero_())  # waits for the engine's step
+            waited_s = time.perf_counter() - started
             launch(put, len(blocks), *changed, undo=False)
             launch(check, len(blocks), self._rows, blocks, element, new, wrong)
-            clock.stop()
-            missed = int(read(wrong))
-            return missed, max(0.0, time.perf_counter() - started - clock.seconds())
+            return int(read(wrong)), waited_s
 
         def undo() -> None:
             launch(put, len(blocks), *changed, undo=True)
