@@ -138,17 +138,9 @@ class Fallback:
 
     def _load(self) -> None:
         """Load all tensors in one call, because a loader may combine several. It may change what it gets."""
-        from vllm.model_executor.model_loader import checkpoint_weight_patch as native
-
-        values = {
-            name: torch.from_numpy(bits.copy()).view(torch.bfloat16) for name, bits in self.bits.items()
-        }
-        patches = [
-            native.CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
-            for name, tensor in values.items()
-        ]
-        size = sum(tensor.nbytes for tensor in values.values())
-        native.load_checkpoint_weight_patches(self._model, patches, max_chunk_bytes=size)
+        tensors = ((name, torch.from_numpy(bits.copy())) for name, bits in self.bits.items())
+        with torch.no_grad():
+            self._model.load_weights((name, bits.view(torch.bfloat16)) for name, bits in tensors)  # type: ignore[operator]
 
     def _fingerprints(self) -> dict[str, routes.Bits]:
         """A hash of each floating-point tensor of the model."""
