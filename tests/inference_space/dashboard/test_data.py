@@ -194,6 +194,7 @@ def test_a_damaged_description_is_named_and_the_figures_stay_until_it_is_repaire
     view = until(cache, lambda view: view.problem is not None)
     assert key in str(view.problem)
     assert version(view) == 2
+    assert "bucket not readable" in render(view)
     bucket.put(key, sound)
     written.publish(40_000, 2_000)
     written.log.close()
