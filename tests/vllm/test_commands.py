@@ -136,16 +136,6 @@ def test_each_state_is_one_line_of_the_log(follower, run, bucket, caplog) -> Non
     ]
 
 
-def test_unpinned_at_the_newest_version_nothing_is_fetched_anew(follower, run, vllm) -> None:
-    follower.commands.pin(3)
-    stays(follower, vllm, 3)
-    follower.commands.resume()
-    stays(follower, vllm, 3)
-    run.step()
-    reaches(follower, 4)
-    assert vllm.starts == 1
-
-
 def test_damaged_weights_are_healed_without_a_restart(follower: Follower, run: RealRun, vllm: Mortal) -> None:
     vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1
     follower.commands.heal()

@@ -1,6 +1,5 @@
 """What vLLM makes of weights and keeps is found wherever it is, and constants are told from it."""
 
-import gc
 from types import SimpleNamespace
 
 import pytest
@@ -148,13 +147,3 @@ def test_a_parameter_with_the_same_bits_elsewhere_is_not_changed():
 
 def test_of_a_model_that_was_not_watched_nothing_is_believed():
     assert stale(torch.nn.Sequential(Attention())).startswith("0.frequencies: ")
-
-
-def test_a_model_that_is_gone_is_forgotten():
-    gc.collect()
-    before = len(routes._before), len(routes._changed)
-    model = finished(built())
-    assert (len(routes._before), len(routes._changed)) == (before[0] + 1, before[1] + 1)
-    del model
-    gc.collect()
-    assert (len(routes._before), len(routes._changed)) == before
