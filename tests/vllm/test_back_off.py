@@ -289,16 +289,6 @@ def test_one_stale_read_brings_nothing_back(run, time, follower, vllm, tmp_path)
     assert (vllm.starts, len(vllm.served), error(follower)) == (1, 1, "")
 
 
-def test_a_run_that_was_started_over_is_followed_into_the_same_folder(run, time, tmp_path) -> None:
-    run.step()
-    time.follow(2, RUN, tmp_path / "kept")
-    open_bucket(run.url).delete([info.key for info in open_bucket(run.url).list("runs/")])
-    again = Drifting(run.folder, seed=1)
-    assert time.follow(2, RUN, tmp_path / "kept").complaint == ""
-    assert (tmp_path / "kept" / "current").resolve().name == "00000000"
-    again.close()
-
-
 # A store that fails is asked about as often as one that works.
 
 Fault = Callable[[str, str], None]

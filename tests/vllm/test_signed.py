@@ -154,17 +154,6 @@ def test_a_forged_head_in_the_trainers_place(follower: Follower, run: RealRun, t
     goes_on(follower, run)
 
 
-@pytest.mark.parametrize("sign", SIGNERS.values(), ids=SIGNERS)
-def test_a_forged_writer_that_comes_after_the_trainer(follower, run, thief, sign) -> None:
-    """Its HEAD is the last one: neither replica nor trainer gives way to it."""
-    thief.put(thief.keys.head(CLAIM), thief.version(sign, CLAIM))
-    refuses(follower, thief.keys.head(CLAIM), OURS)
-    goes_on(follower, run)
-    soon(lambda: thief.keys.head(CLAIM) in (follower.report(0).status.error or ""), "it is still named")
-    thief.bucket.delete([thief.keys.head(CLAIM)])
-    soon(lambda: follower.report(0).status.error is None, "no error once it is gone")
-
-
 @pytest.mark.parametrize(("version", "size"), [(3, 0), (3, 80), (3, -1), (0, None), (1, None), (2, None)])
 def test_a_replayed_or_truncated_head(follower, run, thief, version, size) -> None:
     thief.bucket.put(thief.head, thief.then(version, thief.head)[:size])
@@ -253,6 +242,7 @@ def claim(thief: Thief, sign: Signs) -> None:
 def test_replicas_and_followed_folders_take_the_trainers_weights_and_template(
     follower, run, bucket, thief, tmp_path, sign
 ) -> None:
+    """The forged HEAD comes after the trainer's: it is named until it is gone, and no one gives way to it."""
     claim(thief, sign)
     late = following(bucket, tmp_path / "late")
     reaches(late, NEWEST)
@@ -266,21 +256,9 @@ def test_replicas_and_followed_folders_take_the_trainers_weights_and_template(
     held = tmp_path / "kept" / "current"
     assert to_hex(state_digest(dict(read_bits(held)))) == run.reader.manifest().digest
     assert not (held / "chat_template.jinja").exists()
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_an_anchor_that_is_swapped_is_not_joined(bucket, run, thief, tmp_path, name) -> None:
-    (ref,) = (file for file in run.reader.manifest().anchor.files if file.name == name)
-    published = bucket.get(ref.key)
-    bucket.put(ref.key, published[:-1] + bytes([published[-1] ^ 1]))
-    follower = following(bucket, tmp_path / "late")
-    try:
-        soon(lambda: ref.key in (follower.report(0).status.error or ""), f"{follower.report(0).status}")
-        assert follower.serving is None
-        bucket.put(ref.key, published)
-        reaches(follower, NEWEST)
-    finally:
-        follower.stop()
+    soon(lambda: thief.keys.head(CLAIM) in (follower.report(0).status.error or ""), "it is still named")
+    thief.bucket.delete([thief.keys.head(CLAIM)])
+    soon(lambda: follower.report(0).status.error is None, "no error once it is gone")
 
 
 def test_the_next_trainer_goes_on_from_what_was_signed(bucket, run, thief, monkeypatch) -> None:
@@ -341,15 +319,3 @@ def test_a_followed_folder_reports_what_it_skips(bucket, run, thief, tmp_path) -
         assert next(versions).version == NEWEST
         with pytest.raises(InterruptedError, match=f"{thief.keys.head(CLAIM)} was not signed by {OURS}"):
             next(versions)
-
-
-def test_a_follower_that_starts_now_cannot_tell_that_a_version_is_old(bucket, run, thief, tmp_path) -> None:
-    """SECURITY.md: a signature has no date, so an old HEAD of this run is believed."""
-    thief.bucket.put(thief.head, thief.then(1, thief.head))
-    follower = following(bucket, tmp_path / "new")
-    try:
-        reaches(follower, 1)
-        assert follower.report(0).status.signed_by == OURS
-        goes_on(follower, run)
-    finally:
-        follower.stop()
