@@ -173,9 +173,6 @@ def check(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor, new: tl.tensor
         tl.atomic_add(wrong, missed)
 
 
-_ALIGNED = 16  # bytes: alignment of arrays; for another alignment, kernels would be compiled again
-
-
 class DeviceMemory:
     """The parameters of a `Table` on a GPU.
 
@@ -221,7 +218,7 @@ class DeviceMemory:
         tiles = memory.cut(parts, TILE)
         tiles = np.column_stack([tiles, tiles[:, 2].cumsum() - tiles[:, 2]])
         with self._staging():
-            out = self._pinned(int(parts[:, 2].sum()), torch.int16)
+            out = self._pinned((int(parts[:, 2].sum()),), torch.int16)
             launch(read_kernel, len(tiles), self._rows, self._upload([tiles])[0], out)
             self._sum()
         return out.numpy().view(np.uint16)
@@ -232,7 +229,7 @@ class DeviceMemory:
         with self._staging():
             blocks, element, ulps = self._upload(arrays, also=changes.ulps.nbytes)
             there = ulps.device == self._device
-            new = torch.empty_like(ulps) if there else self._pinned(len(ulps), ulps.dtype)
+            new = torch.empty_like(ulps) if there else self._pinned(ulps.shape, ulps.dtype)
             self._cells.zero_()
             changed = (self._rows, blocks, element, ulps, new)
             launch(look, len(blocks), *changed, self._inner, self._cells)
@@ -258,19 +255,16 @@ class DeviceMemory:
 
     def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
         """Copy arrays to the device; if they and `also` bytes are too much for it, to pinned host memory."""
-        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]).tolist()
-        whole = self._pinned(starts[-1], torch.uint8)
-        for start, array in zip(starts, arrays, strict=False):
-            whole.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        if 2 * (starts[-1] + also) <= free_bytes(self._device):
-            whole = whole.to(self._device, non_blocking=True)
-        return [
-            whole[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-            for start, array in zip(starts, arrays, strict=False)
-        ]
+        fits = 2 * (sum(array.nbytes for array in arrays) + also) <= free_bytes(self._device)
+        copies = []
+        for array in arrays:
+            copy = self._pinned(array.shape, torch.from_numpy(array[:0]).dtype)
+            copy.numpy()[...] = array
+            copies.append(copy.to(self._device, non_blocking=True) if fits else copy)
+        return copies
 
-    def _pinned(self, size: int, kind: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=kind, pin_memory=self._device.type == "cuda")
+    def _pinned(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, pin_memory=self._device.type == "cuda")
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[None]:
