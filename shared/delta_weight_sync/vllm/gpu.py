@@ -190,13 +190,6 @@ class DeviceMemory:
             self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
             (self._rows,) = self._upload([table.rows])
             self._whole, self._others = self._upload(_tiles(table))
-        counts = table.parts[:, 2]
-        if counts.any():  # a change of 0 compiles a commit's kernels now, not in the first pause
-            row, one = np.array([counts.argmax()]), np.ones(1, np.int64)
-            write, _ = self.prepare(memory.Changes(row, one, np.zeros(1, np.int32), np.zeros(1, np.uint16)))
-            write.do()
-            write.undo()
-            self.read(np.stack([row, 0 * one, one], 1))
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""

@@ -234,10 +234,16 @@ def memory_of(table: Table) -> Memory:
 
 
 def warm_up(device: torch.device) -> Staged:
-    """Compile the kernels that hash and write parameters, by using them on tiles of both kinds."""
+    """Compile all kernels of a replica, by using them on a tensor of its own with tiles of both kinds."""
     whole = Geometry(0, (9001,), (1,))
     piece = Piece(torch.zeros(whole.sizes, dtype=torch.int16, device=device), whole, whole)
-    memory_of(Table({"w": Route(whole.sizes, (piece,))}, {"w": (0,)})).digest()
+    live = memory_of(Table({"w": Route(whole.sizes, (piece,))}, {"w": (0,)}))
+    live.digest()
+    row, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+    write, _ = live.prepare(Changes(row, one, np.zeros(1, np.int32), np.zeros(1, np.uint16)))
+    write.do()
+    write.undo()
+    live.read(np.stack([row, row, one], 1))
     return Staged()
 
 
