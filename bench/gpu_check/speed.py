@@ -17,7 +17,6 @@ from bench.gpu_check import predict
 from bench.gpu_check.model import Replica
 from bench.gpu_check.report import Row, Rows, gb_s, ms
 from delta_weight_sync import util
-from delta_weight_sync.gpu import Clock
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 from delta_weight_sync.vllm.memory import Step
 
@@ -147,11 +146,12 @@ def _device_s(device: torch.device, work: Callable[[], object], staging: object 
         torch.cuda.synchronize()
         stream = getattr(staging, "_stream", None)
         with torch.cuda.stream(stream):
-            clock = Clock(device)
+            begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+            begin.record()
             work()
-            clock.stop()
+            end.record()
         torch.cuda.synchronize()
-        measured.append(clock.seconds())
+        measured.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(measured[1:])
 
 

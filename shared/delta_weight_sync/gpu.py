@@ -34,25 +34,6 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
-class Clock:
-    """Measures how long the device works on the current stream, from the construction to `stop`."""
-
-    def __init__(self, device: torch.device) -> None:
-        timed = device.type == "cuda"
-        self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if timed else []
-        for event in self._events[:1]:
-            event.record()
-
-    def stop(self) -> None:
-        """Mark the end of the work."""
-        for event in self._events[1:]:
-            event.record()
-
-    def seconds(self) -> float:
-        """The measured time; valid once the work has ended."""
-        return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else 0.0
-
-
 used = Counter[str]()  # "launches" and "waits" of this process so far
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from delta_weight_sync.gpu import SideStream, free_bytes, pin
-from delta_weight_sync.resume import optimizer
 
 CUDA = torch.device("cuda", 0)
 
@@ -87,25 +86,6 @@ def test_the_mirror_is_read_behind_the_last_write_and_nothing_else(monkeypatch):
     side_stream.mark_written()
     side_stream.read(memory)
     assert done == [second, second, "written"]
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (16,), (5, 77)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
-def test_a_state_is_copied_through_two_buffers_behind_trainings_work(monkeypatch, shape, dtype):
-    done = []
-    second = SimpleNamespace(
-        wait_stream=done.append, record_event=lambda: SimpleNamespace(synchronize=lambda: done.append("wait"))
-    )
-    monkeypatch.setattr(optimizer, "_BUFFER", 64)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: second)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "training")
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(optimizer, "_buffers", optimizer._buffers.__wrapped__)
-    tensor = torch.randn(shape).to(dtype).T if len(shape) == 2 else torch.randn(shape).to(dtype)
-    copy = optimizer._from_gpu(tensor)
-    assert torch.equal(copy, tensor)
-    assert copy.is_contiguous()
-    assert done == ["training", *["wait"] * max(1, -(-tensor.nbytes // 64))]
 
 
 @pytest.mark.full

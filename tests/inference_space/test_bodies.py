@@ -6,8 +6,6 @@ import logging
 
 import pytest
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 
 from delta_weight_sync.store import open_bucket
 from env_space.watch import Replica
@@ -20,7 +18,7 @@ from inference_space.gate import (
     DashboardCalls,
 )
 from space_guard.requests import RateLimit
-from tests.inference_space.asking import CONTEXT, RIGHT, ask_raw, client, gate, running, trainer
+from tests.inference_space.asking import CONTEXT, client, gate, trainer
 from tests.support.dashboard import KEY as OWNERS
 from tests.support.dashboard import RecordedControls, mounted
 
@@ -165,25 +163,6 @@ def test_all_options_of_openais_client_pass():
             )
 
     asyncio.run(scenario())
-
-
-@pytest.mark.finding(4)
-def test_an_app_hears_that_its_client_has_gone():
-    """vLLM ends a generation as soon as it hears of it."""
-
-    async def until_gone(request: Request) -> Response:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        return Response("gone")
-
-    body = {"type": "http.request", "body": b'{"n": 1}'}
-    headers = RIGHT | {"content-type": "application/json", "content-length": "8"}
-    *_, last = running(
-        lambda: ask_raw(
-            gate(until_gone), "/v1/completions", body, {"type": "http.disconnect"}, headers=headers
-        )
-    )
-    assert last["body"] == b"gone"
 
 
 EVENT = "/gradio_api/run/predict"

@@ -230,7 +230,7 @@ def test_a_slow_answer_is_not_cut_off():
 
 @pytest.mark.finding(6)
 def test_a_request_behind_another_one_ends_both():
-    """Otherwise the first would go on although its client has left."""
+    """Otherwise the first would go on although its client has left, which ends it in vLLM."""
 
     async def scenario():
         gone = asyncio.Event()

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.live
 def test_a_run_that_was_started_over_is_joined_afresh(trainer, replica):
     """The same run name, but another history: only the anchor leads there."""
     replica.wait_for(trainer.publisher.version)
+    engine = engine_of(replica).pid
     trainer.bucket.delete([info.key for info in trainer.bucket.list("runs/live/") if "/log/" not in info.key])
     with torch.no_grad():
         trainer.model.model.norm.weight.mul_(0.5)
@@ -21,6 +22,7 @@ def test_a_run_that_was_started_over_is_joined_afresh(trainer, replica):
     publisher.publish(trainer.model.named_parameters(), 1)
     publisher.close()
     replica.wait_until(lambda status: status["digest"] == restarted.newest.digest, "version of the new run")
+    assert engine_of(replica).pid == engine, "in the same vLLM"
 
 
 def test_nothing_outlives_a_killed_replica(replica):

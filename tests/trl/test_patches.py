@@ -198,15 +198,12 @@ def test_a_step_on_a_gpu_is_a_kernel_per_layer_without_a_wait_or_a_mask(monkeypa
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_step_on_a_cpu_reads_the_sequences_once_and_makes_no_mask(monkeypatch):
+def test_a_step_on_a_cpu_makes_no_mask():
     """In 16 bits too, and although checkpointing runs each layer twice."""
-    tolist, reads = torch.Tensor.tolist, []
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
     model = policy(torch.bfloat16).train()
     model.gradient_checkpointing_enable()
     with Recorder() as seen:
         model(**packed_arguments()).logits.sum().backward()
-    assert len(reads) == 2, "the starts of queries and of keys, whatever the number of layers"
     assert seen.largest < TOKENS * TOKENS / 8
 
 

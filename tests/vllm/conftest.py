@@ -8,13 +8,14 @@ import pytest
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.vllm.follower import Follower
+from tests.support.buckets import CountedBucket
 from tests.support.fake_vllm import Mortal
 from tests.support.real_run import RealRun
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> Bucket:
-    return open_bucket(f"file://{tmp_path}/bucket", create=True)
+def bucket(tmp_path: Path) -> CountedBucket:
+    return CountedBucket(open_bucket(f"file://{tmp_path}/bucket", create=True))
 
 
 @pytest.fixture

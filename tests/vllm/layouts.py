@@ -7,7 +7,6 @@ Each folder holds the checkpoints `base` and `patched`. Prints a line of JSON fo
 
 import gc
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -81,10 +80,10 @@ class Patching:
 
     def __init__(self, worker: Worker, base: dict[str, codec.Bits], ranks: Ranks) -> None:
         shapes = {name: bits.shape for name, bits in base.items()}
-        self.learned = routes.learn(worker.model, shapes)
-        owned, self.unroutable = routes.ownership(shapes, ranks.gather(self.learned.sources))
+        learned = routes.learn(worker.model, shapes)
+        owned, self.unroutable = routes.ownership(shapes, ranks.gather(learned.sources))
         fallback = Fallback(worker.model, {name: base[name] for name in self.unroutable})
-        self.weights = LiveWeights(self.learned.routes, owned[ranks.rank], fallback, ranks)
+        self.weights = LiveWeights(learned.routes, owned[ranks.rank], fallback, ranks)
         self.digest = self.weights.digest
 
     def do(self, folder: Path, patches: list[codec.Patch], old: dict[str, codec.Bits]) -> None:
@@ -92,13 +91,6 @@ class Patching:
         path = folder / "delta.safetensors"
         path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding="fast"))
         commit(self.weights.stage([path], self.digest()).steps, Ranks(1).agree)
-
-    def in_parts(self) -> int:
-        """Tensors that lie in this rank's memory otherwise than as one run from first to last element."""
-        pieces = [route.pieces for route in self.learned.routes.values()]
-        places = [[(piece.source, piece.target) for piece in held] for held in pieces]
-        whole = [routes.Geometry(0, (math.prod(r.shape),), (1,)) for r in self.learned.routes.values()]
-        return sum(found != [(flat, flat)] for found, flat in zip(places, whole, strict=True))
 
 
 def examine(folder: Path, rank: int, ranks: int, port: int) -> dict[str, Any]:
@@ -114,7 +106,6 @@ def examine(folder: Path, rank: int, ranks: int, port: int) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "model": folder.name,
         "unroutable": sorted(patching.unroutable),
-        "in_parts": patching.in_parts(),
         "learning_wrote": _different(loaded, live.memory()),
         "digest_loaded": patching.digest() == state_digest(base),
     }

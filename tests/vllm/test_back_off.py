@@ -105,19 +105,10 @@ class Serving(Mortal):
         return super().commit(digest, label)
 
 
-def written(folder: Path, tokenizer: str = "{}") -> Drifting:
-    return Drifting(folder / "bucket", files={TOKENIZER: tokenizer})
-
-
-def following(time: QuickTime, vllm: Serving, folder: Path) -> Follower:
-    """It looks once a second."""
-    return Follower(RunReader(time, RUN), vllm, name="r", folder=folder / "r", poll_s=1.0)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Drifting]:
     """At version 0, with a tokenizer."""
-    run = written(tmp_path)
+    run = Drifting(tmp_path / "bucket", files={TOKENIZER: "{}"})
     yield run
     run.close()
 
@@ -134,7 +125,8 @@ def vllm() -> Serving:
 
 @pytest.fixture
 def follower(time: QuickTime, vllm: Serving, tmp_path: Path) -> Follower:
-    return following(time, vllm, tmp_path)
+    """It looks once a second."""
+    return Follower(RunReader(time, RUN), vllm, name="r", folder=tmp_path / "r", poll_s=1.0)
 
 
 def error(follower: Follower) -> str:
@@ -176,20 +168,6 @@ def test_damaged_weights_are_fetched_ever_more_seldom_and_the_rest_once(run, tim
     follower.commands.heal()
     time.pass_for(3, follower)
     assert vllm.digest() == run.newest.digest, "the owner's order ends the pause"
-
-
-def test_whole_weights_stay_where_a_file_that_comes_after_them_is_damaged(tmp_path, monkeypatch) -> None:
-    """The tokenizer of a small model is larger than its weights."""
-    run = written(tmp_path, tokenizer=json.dumps({"words": "x" * 200_000}))
-    time, vllm = QuickTime(open_bucket(run.url), monkeypatch), Serving()
-    mend = damaged(run, TOKENIZER)
-    follower = following(time, vllm, tmp_path)
-    time.pass_for(31, follower)
-    mend()
-    time.pass_for(64, following(time, vllm, tmp_path))
-    assert vllm.digest() == run.newest.digest
-    assert time.fetched_of(WEIGHTS) == 1, "a new process finds them, too"
-    run.close()
 
 
 def test_follow_fetches_what_is_whole_once_and_tries_ever_more_slowly(run, time, tmp_path) -> None:
@@ -287,16 +265,6 @@ def test_one_stale_read_brings_nothing_back(run, time, follower, vllm, tmp_path)
     (tmp_path / "now").rename(there)
     time.pass_for(4, follower)
     assert (vllm.starts, len(vllm.served), error(follower)) == (1, 1, "")
-
-
-def test_a_run_that_was_started_over_is_followed_into_the_same_folder(run, time, tmp_path) -> None:
-    run.step()
-    time.follow(2, RUN, tmp_path / "kept")
-    open_bucket(run.url).delete([info.key for info in open_bucket(run.url).list("runs/")])
-    again = Drifting(run.folder, seed=1)
-    assert time.follow(2, RUN, tmp_path / "kept").complaint == ""
-    assert (tmp_path / "kept" / "current").resolve().name == "00000000"
-    again.close()
 
 
 # A store that fails is asked about as often as one that works.

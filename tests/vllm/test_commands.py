@@ -1,6 +1,6 @@
 """What the owner orders is what the replica does: pause, resume, pin, join again; also when vLLM dies.
 
-vLLM is stood in for, as here it has to die at a given moment; tests/live/test_owner.py orders a real one.
+vLLM is stood in for, as here it has to die at a given moment; tests/live/test_replica.py orders a real one.
 """
 
 from collections import Counter
@@ -13,17 +13,11 @@ import pytest
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
 from tests.support.fake_vllm import Mortal, reaches, soon
 from tests.support.real_run import RealRun
 from tests.support.written_run import WrittenRun
-
-
-@pytest.fixture
-def bucket(bucket: Bucket) -> CountedBucket:
-    return CountedBucket(bucket)
 
 
 @pytest.fixture
@@ -140,16 +134,6 @@ def test_each_state_is_one_line_of_the_log(follower, run, bucket, caplog) -> Non
         "starting vLLM with version 3",
         f"serves version 3, digest {first.digest}",
     ]
-
-
-def test_unpinned_at_the_newest_version_nothing_is_fetched_anew(follower, run, vllm) -> None:
-    follower.commands.pin(3)
-    stays(follower, vllm, 3)
-    follower.commands.resume()
-    stays(follower, vllm, 3)
-    run.step()
-    reaches(follower, 4)
-    assert vllm.starts == 1
 
 
 def test_damaged_weights_are_healed_without_a_restart(follower: Follower, run: RealRun, vllm: Mortal) -> None:

@@ -1,6 +1,6 @@
 """Objects that are damaged or gone: a replica serves on, says what is wrong, and comes back by itself.
 
-vLLM is stood in for; tests/live/test_replica.py damages what a real one fetches.
+vLLM is stood in for: a damaged object never reaches it.
 """
 
 from collections.abc import Callable, Iterator

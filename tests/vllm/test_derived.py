@@ -1,8 +1,6 @@
 """What vLLM makes of weights and keeps is found wherever it is, and constants are told from it."""
 
-import gc
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,36 +147,3 @@ def test_a_parameter_with_the_same_bits_elsewhere_is_not_changed():
 
 def test_of_a_model_that_was_not_watched_nothing_is_believed():
     assert stale(torch.nn.Sequential(Attention())).startswith("0.frequencies: ")
-
-
-def test_a_model_that_is_gone_is_forgotten():
-    gc.collect()
-    before = len(routes._before), len(routes._changed)
-    model = finished(built())
-    assert (len(routes._before), len(routes._changed)) == (before[0] + 1, before[1] + 1)
-    del model
-    gc.collect()
-    assert (len(routes._before), len(routes._changed)) == before
-
-
-@pytest.fixture
-def loader(monkeypatch):
-    """What stands for vLLM's module of that name."""
-    parts = ["vllm", "model_executor", "model_loader", "base_loader"]
-    for number in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:number]), ModuleType(parts[number - 1]))
-    loader = sys.modules[".".join(parts)]
-    sys.modules[".".join(parts[:-1])].base_loader = loader
-    loader.initialize_model = lambda: torch.nn.Sequential(Attention())
-    loader.process_weights_after_loading = lambda model, model_config, target_device: None
-    return loader
-
-
-def test_vllms_loaders_are_watched_once(loader):
-    routes.install()
-    watching = loader.initialize_model
-    routes.install()
-    assert loader.initialize_model is watching
-    model = loader.initialize_model()
-    loader.process_weights_after_loading(model, None, target_device=None)
-    assert stale(model) == ""

@@ -43,6 +43,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     yield loop
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # a task that was cancelled ends
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

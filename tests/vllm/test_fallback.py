@@ -1,7 +1,5 @@
 """Tensors without a route are loaded again by vLLM's own loader: as a fresh start does, and undone."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -10,12 +8,6 @@ from delta_weight_sync import codec
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.vllm import routes
 from delta_weight_sync.vllm.worker import Fallback
-
-pytestmark = pytest.mark.live  # vLLM's own patching of weights
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM imports parts of torch that are deprecated
-    import vllm.model_executor.model_loader.checkpoint_weight_patch  # noqa: F401
 
 SHAPES = {"scale": (6, 4), "left": (4, 4), "right": (4, 4)}
 

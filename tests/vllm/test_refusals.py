@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 from delta_weight_sync.errors import EngineError
-from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
 from tests.support.fake_vllm import Mortal, reaches, soon
@@ -39,11 +38,6 @@ class Refusing(Mortal):
 UNFIT = EngineError("head.weight: vLLM changes it after loading", "route")
 DAMAGED = EngineError("the staged changes give digest 1, but the published one is 2", "codec")
 FULL = EngineError("OutOfMemoryError: no memory is left", "unexpected")
-
-
-@pytest.fixture
-def bucket(bucket: Bucket) -> CountedBucket:
-    return CountedBucket(bucket)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Who can write to the bucket and has not the key: what it puts there is refused by name, serving goes on."""
 
-import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from delta_weight_sync.signing import (
     fingerprint,
     new_pair,
 )
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.command import command
 from tests.support.buckets import CountedBucket
@@ -92,21 +91,6 @@ class Thief:
         return sign(renewed(head, **names))
 
 
-@contextlib.contextmanager
-def signed_run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRun]:
-    """At version 3; this process has the trainer's keys from now on, and followers retry after moments."""
-    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
-    for name, word in PAIR.items():
-        monkeypatch.setenv(name, word)
-    run = RealRun(bucket, run="signed", layers=1)
-    for _ in range(NEWEST):
-        thief.remember()
-        run.step()
-    thief.remember()
-    yield run
-    run.close()
-
-
 def following(bucket: Bucket, folder: Path) -> Follower:
     reader = RunReader(bucket, "signed", PublicKeys(PAIR[PUBLIC_KEY]))
     follower = Follower(reader, Mortal(), name="r", folder=folder, poll_s=0.01)
@@ -139,8 +123,17 @@ def thief(bucket: Bucket) -> Thief:
 
 @pytest.fixture
 def run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRun]:
-    with signed_run(bucket, thief, monkeypatch) as run:
-        yield run
+    """At version 3; this process has the trainer's keys from now on, and followers retry after moments."""
+    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
+    for name, word in PAIR.items():
+        monkeypatch.setenv(name, word)
+    run = RealRun(bucket, run="signed", layers=1)
+    for _ in range(NEWEST):
+        thief.remember()
+        run.step()
+    thief.remember()
+    yield run
+    run.close()
 
 
 @pytest.fixture
@@ -159,17 +152,6 @@ def test_a_forged_head_in_the_trainers_place(follower: Follower, run: RealRun, t
     thief.put(thief.head, forged)
     refuses(follower, thief.head, OURS)
     goes_on(follower, run)
-
-
-@pytest.mark.parametrize("sign", SIGNERS.values(), ids=SIGNERS)
-def test_a_forged_writer_that_comes_after_the_trainer(follower, run, thief, sign) -> None:
-    """Its HEAD is the last one: neither replica nor trainer gives way to it."""
-    thief.put(thief.keys.head(CLAIM), thief.version(sign, CLAIM))
-    refuses(follower, thief.keys.head(CLAIM), OURS)
-    goes_on(follower, run)
-    soon(lambda: thief.keys.head(CLAIM) in (follower.report(0).status.error or ""), "it is still named")
-    thief.bucket.delete([thief.keys.head(CLAIM)])
-    soon(lambda: follower.report(0).status.error is None, "no error once it is gone")
 
 
 @pytest.mark.parametrize(("version", "size"), [(3, 0), (3, 80), (3, -1), (0, None), (1, None), (2, None)])
@@ -260,6 +242,7 @@ def claim(thief: Thief, sign: Signs) -> None:
 def test_replicas_and_followed_folders_take_the_trainers_weights_and_template(
     follower, run, bucket, thief, tmp_path, sign
 ) -> None:
+    """The forged HEAD comes after the trainer's: it is named until it is gone, and no one gives way to it."""
     claim(thief, sign)
     late = following(bucket, tmp_path / "late")
     reaches(late, NEWEST)
@@ -273,21 +256,9 @@ def test_replicas_and_followed_folders_take_the_trainers_weights_and_template(
     held = tmp_path / "kept" / "current"
     assert to_hex(state_digest(dict(read_bits(held)))) == run.reader.manifest().digest
     assert not (held / "chat_template.jinja").exists()
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_an_anchor_that_is_swapped_is_not_joined(bucket, run, thief, tmp_path, name) -> None:
-    (ref,) = (file for file in run.reader.manifest().anchor.files if file.name == name)
-    published = bucket.get(ref.key)
-    bucket.put(ref.key, published[:-1] + bytes([published[-1] ^ 1]))
-    follower = following(bucket, tmp_path / "late")
-    try:
-        soon(lambda: ref.key in (follower.report(0).status.error or ""), f"{follower.report(0).status}")
-        assert follower.serving is None
-        bucket.put(ref.key, published)
-        reaches(follower, NEWEST)
-    finally:
-        follower.stop()
+    soon(lambda: thief.keys.head(CLAIM) in (follower.report(0).status.error or ""), "it is still named")
+    thief.bucket.delete([thief.keys.head(CLAIM)])
+    soon(lambda: follower.report(0).status.error is None, "no error once it is gone")
 
 
 def test_the_next_trainer_goes_on_from_what_was_signed(bucket, run, thief, monkeypatch) -> None:
@@ -326,31 +297,15 @@ def test_a_trainer_with_a_new_key_goes_on_where_both_are_believed(
     refuses(follower, writer.keys.head(writer.writer), OURS)
 
 
-def test_a_reader_with_the_wrong_key_says_so_and_does_not_read_the_whole_run(bucket: Bucket) -> None:
-    with pytest.MonkeyPatch.context() as patch, signed_run(bucket, Thief(bucket), patch) as run:
-        for _ in range(40 - NEWEST):
-            run.step()
+def test_a_reader_with_the_wrong_key_says_so_and_does_not_read_the_whole_run(bucket, run) -> None:
+    for _ in range(40 - NEWEST):
+        run.step()
     counted = CountedBucket(bucket)
     with pytest.raises(SignatureError, match=r"heads/.* was not signed by"):
         RunReader(counted, "signed", PublicKeys(new_pair()[PUBLIC_KEY])).manifest()
     assert counted.asked["get"] < 40
     unchecked = RunReader(bucket, "signed", PublicKeys(""))
     assert unchecked.manifest().version == 40, "without a key nothing is checked"
-
-
-def test_in_every_store(bucket_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = open_bucket(bucket_url)
-    thief = Thief(bucket)
-    with signed_run(bucket, thief, monkeypatch) as run, contextlib.ExitStack() as stack:
-        follower = following(bucket, tmp_path / "r")
-        stack.callback(follower.stop)
-        reaches(follower, NEWEST)
-        head = thief.head
-        thief.put(thief.keys.head(CLAIM), thief.version(THEIRS.sign, CLAIM))
-        refuses(follower, thief.keys.head(CLAIM), OURS)
-        thief.bucket.put(head, thief.then(1, head))
-        refuses(follower, head, f"went back from version {NEWEST} to 1")
-        goes_on(follower, run)
 
 
 def test_a_followed_folder_reports_what_it_skips(bucket, run, thief, tmp_path) -> None:
@@ -364,15 +319,3 @@ def test_a_followed_folder_reports_what_it_skips(bucket, run, thief, tmp_path) -
         assert next(versions).version == NEWEST
         with pytest.raises(InterruptedError, match=f"{thief.keys.head(CLAIM)} was not signed by {OURS}"):
             next(versions)
-
-
-def test_a_follower_that_starts_now_cannot_tell_that_a_version_is_old(bucket, run, thief, tmp_path) -> None:
-    """SECURITY.md: a signature has no date, so an old HEAD of this run is believed."""
-    thief.bucket.put(thief.head, thief.then(1, thief.head))
-    follower = following(bucket, tmp_path / "new")
-    try:
-        reaches(follower, 1)
-        assert follower.report(0).status.signed_by == OURS
-        goes_on(follower, run)
-    finally:
-        follower.stop()

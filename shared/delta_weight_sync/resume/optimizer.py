@@ -8,10 +8,8 @@ float32, rounded to nearest even, and the lower half tells which way it was roun
 in full: a number exactly halfway between two bf16 values, and NaN.
 """
 
-import functools
 import json
 import random
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +25,6 @@ from delta_weight_sync.publish.sharding import local
 _HOST, _DEVICE = "random/torch", "random/device"
 _MOVES = ("params", "lr")  # keys of a parameter group that may differ from the saved ones
 _MIDDLE = 0x8000
-_BUFFER = 1 << 23  # bytes of each pinned buffer
 _CHUNK = 1 << 16  # elements split at a time, so that the scratch space stays in the cache
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool} | {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -133,41 +130,7 @@ def to_host(tensor: torch.Tensor, what: str) -> torch.Tensor:
             f"{what} is a {type(tensor).__name__} of {tensor.dtype}, which a state cannot hold; use an"
             " optimizer that keeps plain tensors, or train without states"
         )
-    own = local(tensor).detach()
-    return _from_gpu(own) if own.is_cuda else own.clone(memory_format=torch.contiguous_format)
-
-
-def _from_gpu(own: torch.Tensor) -> torch.Tensor:
-    """Copy through two pinned buffers: while the GPU fills one of them, the host empties the other."""
-    source, copy = own.contiguous(), torch.empty(own.shape, dtype=own.dtype)
-    stream, buffers = _buffers(own.device)
-    stream.wait_stream(torch.cuda.current_stream(own.device))
-    filled: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = deque()
-
-    def empty() -> None:
-        event, buffer, target = filled.popleft()
-        event.synchronize()
-        target.copy_(buffer)
-
-    pieces = (tensor.view(-1).view(torch.uint8).split(_BUFFER) for tensor in (source, copy))  # type: ignore[no-untyped-call]
-    for number, (piece, target) in enumerate(zip(*pieces, strict=True)):
-        if len(filled) == len(buffers):
-            empty()
-        buffer = buffers[number % len(buffers)][: piece.numel()]
-        with torch.cuda.stream(stream):
-            buffer.copy_(piece, non_blocking=True)
-            filled.append((stream.record_event(), buffer, target))
-    while filled:
-        empty()
-    return copy
-
-
-@functools.cache
-def _buffers(device: torch.device) -> tuple[torch.cuda.Stream, list[torch.Tensor]]:
-    """A stream for copies from a GPU, and its two buffers."""
-    pin = device.type == "cuda"
-    buffers = [torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
-    return torch.cuda.Stream(device), buffers  # type: ignore[no-untyped-call]
+    return local(tensor).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def as_json(value: Any, what: str) -> Any:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.weak import WeakTensorKeyDictionary
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 
 from delta_weight_sync import compat
@@ -193,21 +192,10 @@ def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
 
 def _one_by_one(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
     q, k, v, starts_q, starts_k, *_ = packed
+    queries, keys = starts_q.diff().tolist(), starts_k.diff().tolist()  # lengths of the sequences
     # `split`, because with slices the gradient of each would be as large as the whole tensor.
-    keys = _lengths(starts_k)
-    parts = zip(q.split(_lengths(starts_q)), k.split(keys), v.split(keys), strict=True)
+    parts = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
     return torch.cat([_attend(*part, scale, before) for part in parts])
-
-
-_LENGTHS = WeakTensorKeyDictionary()  # starts -> lengths; all layers of a forward pass share the starts
-
-
-def _lengths(starts: torch.Tensor) -> list[int]:
-    """Lengths of the sequences. Reads them from the device once per forward pass, not once per layer."""
-    if starts not in _LENGTHS:
-        _LENGTHS[starts] = starts.diff().tolist()
-    lengths: list[int] = _LENGTHS[starts]
-    return lengths
 
 
 def _attend(

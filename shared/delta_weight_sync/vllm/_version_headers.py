@@ -48,7 +48,8 @@ class VersionHeaders:
 
     def __init__(self, app: Any, serving: Callable[[], Manifest | None]) -> None:
         """`serving` returns the version whose weights are live, or None before the first."""
-        install()
+        if compat.examine("vllm").works("labels"):
+            AsyncLLM.generate = _generate
         self._app, self._serving = app, serving
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -102,12 +103,6 @@ def _text(name: str, span: Any) -> str:
     if label is None and name == "sync":
         return ""  # these weights were never published
     return f"{getattr(label, name) if label else span.version}:{span.start}-{span.end}"
-
-
-def install() -> None:
-    """Patch `AsyncLLM`, if this vLLM labels tokens."""
-    if compat.examine("vllm").works("labels"):
-        AsyncLLM.generate = _generate
 
 
 _plain = AsyncLLM.generate

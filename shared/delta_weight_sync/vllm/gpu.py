@@ -22,7 +22,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits
-from delta_weight_sync.gpu import Clock, free_bytes, inner, launch, outer, read
+from delta_weight_sync.gpu import free_bytes, inner, launch, outer, read
 from delta_weight_sync.vllm import memory
 
 BLOCK = 1024  # changes that a program takes
@@ -86,28 +86,20 @@ def digest_whole(
 
 
 @triton.jit
-def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor, run: tl.constexpr) -> None:
+def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor) -> None:
     """Add the digest of live elements to `cells`, int64 [CELLS].
 
-    `tiles`: int64 [p, 3]: row, first element, number of elements (at most PIECE). Groups of `run` elements
-    are consecutive in the checkpoint tensor, lie in one block of the digest, and share its factor.
+    `tiles`: int64 [p, 3]: row, first element, number of elements (at most PIECE).
     """
-    program = tl.program_id(0)
+    program, lane = tl.program_id(0), tl.arange(0, _PIECE)
     tile = tiles + 3 * program.to(tl.int64)
-    row = rows + tl.load(tile) * _COLUMNS
-    first, count = tl.load(tile + 1).to(tl.int32), tl.load(tile + 2).to(tl.int32)
-    number = tl.arange(0, _PIECE // run)[:, None] * run + tl.arange(0, run)[None, :]
-    start = first + tl.arange(0, _PIECE // run) * run
-    stride = tl.load(row + _TARGET + _DIMS - 1)
-    places = _at(row, _TARGET, start)[:, None] + tl.arange(0, run)[None, :] * stride
-    inside = number < count
-    bits = tl.load(_memory(row) + places, mask=inside, other=0)
-    position = tl.load(row + _FIRST) + _at(row, _SOURCE, start)
-    within = (position % 4096).to(tl.int32)[:, None] + tl.arange(0, run)[None, :]
-    factor = tl.load(inner + within, mask=inside, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    sums = tl.sum(factor * _unsigned(bits), 1)
+    row, element = rows + tl.load(tile) * _COLUMNS, tl.load(tile + 1).to(tl.int32) + lane
+    inside = lane < tl.load(tile + 2).to(tl.int32)
+    bits = tl.load(_memory(row) + _at(row, _TARGET, element), mask=inside, other=0)
+    position = tl.load(row + _FIRST) + _at(row, _SOURCE, element)
+    factor = tl.load(inner + (position % 4096)).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
-    _add(cells, program, tl.sum(outer(seed, position // 4096) * sums, 0))
+    _add(cells, program, tl.sum(outer(seed, position // 4096) * factor * _unsigned(bits), 0))
 
 
 @triton.jit
@@ -181,10 +173,6 @@ def check(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor, new: tl.tensor
         tl.atomic_add(wrong, missed)
 
 
-_RUN = 16  # elements that share a factor of the digest, where the layout allows it
-_ALIGNED = 16  # bytes: alignment of arrays; for another alignment, kernels would be compiled again
-
-
 class DeviceMemory:
     """The parameters of a `Table` on a GPU.
 
@@ -201,25 +189,16 @@ class DeviceMemory:
             self._inner = inner(self._device)
             self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
             (self._rows,) = self._upload([table.rows])
-            self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
-        counts = table.parts[:, 2]
-        if counts.any():  # a change of 0 compiles a commit's kernels now, not in the first pause
-            row, one = np.array([counts.argmax()]), np.ones(1, np.int64)
-            write, _ = self.prepare(memory.Changes(row, one, np.zeros(1, np.int32), np.zeros(1, np.uint16)))
-            write.do()
-            write.undo()
-            self.read(np.stack([row, 0 * one, one], 1))
+            self._whole, self._others = self._upload(_tiles(table))
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""
         with self._staging():
             self._cells.zero_()
-            for run, tiles in self._tiles.items():
-                given, count = (self._rows, tiles, self._inner, self._cells), len(tiles)
-                if run == TILE:
-                    launch(digest_whole, min(count, self.programs), *given, count, num_warps=WARPS)
-                else:
-                    launch(digest, count, *given, run=run)
+            count, sums = len(self._whole), (self._inner, self._cells)
+            programs = min(count, self.programs)
+            launch(digest_whole, programs, self._rows, self._whole, *sums, count, num_warps=WARPS)
+            launch(digest, len(self._others), self._rows, self._others, *sums)
             return self._sum()
 
     known_digest = digest  # reading everything again is fast on a GPU
@@ -232,7 +211,7 @@ class DeviceMemory:
         tiles = memory.cut(parts, TILE)
         tiles = np.column_stack([tiles, tiles[:, 2].cumsum() - tiles[:, 2]])
         with self._staging():
-            out = self._pinned(int(parts[:, 2].sum()), torch.int16)
+            out = self._pinned((int(parts[:, 2].sum()),), torch.int16)
             launch(read_kernel, len(tiles), self._rows, self._upload([tiles])[0], out)
             self._sum()
         return out.numpy().view(np.uint16)
@@ -243,7 +222,7 @@ class DeviceMemory:
         with self._staging():
             blocks, element, ulps = self._upload(arrays, also=changes.ulps.nbytes)
             there = ulps.device == self._device
-            new = torch.empty_like(ulps) if there else self._pinned(len(ulps), ulps.dtype)
+            new = torch.empty_like(ulps) if there else self._pinned(ulps.shape, ulps.dtype)
             self._cells.zero_()
             changed = (self._rows, blocks, element, ulps, new)
             launch(look, len(blocks), *changed, self._inner, self._cells)
@@ -251,13 +230,12 @@ class DeviceMemory:
             moved = self._sum()
 
         def do() -> tuple[int, float]:  # like `undo`, on the stream of the caller
-            started, clock = time.perf_counter(), Clock(self._device)
-            wrong.zero_()
+            started = time.perf_counter()
+            read(wrong.zero_())  # waits for the engine's step
+            waited_s = time.perf_counter() - started
             launch(put, len(blocks), *changed, undo=False)
             launch(check, len(blocks), self._rows, blocks, element, new, wrong)
-            clock.stop()
-            missed = int(read(wrong))
-            return missed, max(0.0, time.perf_counter() - started - clock.seconds())
+            return int(read(wrong)), waited_s
 
         def undo() -> None:
             launch(put, len(blocks), *changed, undo=True)
@@ -270,19 +248,16 @@ class DeviceMemory:
 
     def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
         """Copy arrays to the device; if they and `also` bytes are too much for it, to pinned host memory."""
-        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]).tolist()
-        whole = self._pinned(starts[-1], torch.uint8)
-        for start, array in zip(starts, arrays, strict=False):
-            whole.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        if 2 * (starts[-1] + also) <= free_bytes(self._device):
-            whole = whole.to(self._device, non_blocking=True)
-        return [
-            whole[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-            for start, array in zip(starts, arrays, strict=False)
-        ]
+        fits = 2 * (sum(array.nbytes for array in arrays) + also) <= free_bytes(self._device)
+        copies = []
+        for array in arrays:
+            copy = self._pinned(array.shape, torch.from_numpy(array[:0]).dtype)
+            copy.numpy()[...] = array
+            copies.append(copy.to(self._device, non_blocking=True) if fits else copy)
+        return copies
 
-    def _pinned(self, size: int, kind: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=kind, pin_memory=self._device.type == "cuda")
+    def _pinned(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, pin_memory=self._device.type == "cuda")
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[None]:
@@ -294,28 +269,11 @@ class DeviceMemory:
             yield
 
 
-def _tiles(table: memory.Table) -> dict[int, memory.Rows]:
-    """The tiles to hash, by run length (see `_runs`); together they cover all elements that are counted."""
-    tiles = memory.cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
-    runs = _runs(table.rows)[tiles[:, 0]]
-    runs = np.where((runs == TILE) & (tiles[:, 2] < TILE), _RUN, runs)
-    return {run: memory.cut(tiles[runs == run], TILE if run == TILE else PIECE) for run in (TILE, _RUN, 1)}
-
-
-def _runs(rows: memory.Rows) -> NDArray[np.int64]:
-    """The run length of each row: this many consecutive elements share a factor of the digest.
-
-    It is TILE only if these are also contiguous in memory and aligned to 16 bytes; otherwise `_RUN` or 1.
-    """
-    sizes, strides = rows[:, memory.SIZES : memory.SOURCE], rows[:, memory.SOURCE : memory.TARGET]
-    flat = (sizes[:, :-1] == 1).all(1)
-    outer = np.where(sizes[:, :-1] == 1, 0, strides[:, :-1])
-    even = (sizes[:, -1] % _RUN == 0) & (outer % _RUN == 0).all(1)
-    runs = (strides[:, -1] == 1) & (rows[:, memory.FIRST] % _RUN == 0) & (flat | even)
-    whole = (
-        flat
-        & (rows[:, memory.TARGET + memory.DIMS - 1] == 1)
-        & (rows[:, memory.FIRST] % TILE == 0)
-        & (rows[:, memory.ADDRESS] % 16 == 0)
-    )
-    return np.where(runs & whole, TILE, np.where(runs, _RUN, 1))
+def _tiles(table: memory.Table) -> tuple[memory.Rows, memory.Rows]:
+    """The tiles that `digest_whole` hashes, and those that `digest` hashes: together all counted elements."""
+    rows, tiles = table.rows, memory.cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
+    flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)
+    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # in both places
+    aligned = (rows[:, memory.FIRST] % TILE == 0) & (rows[:, memory.ADDRESS] % 16 == 0)
+    whole = (flat & contiguous & aligned)[tiles[:, 0]] & (tiles[:, 2] == TILE)
+    return tiles[whole], memory.cut(tiles[~whole], PIECE)

@@ -228,7 +228,6 @@ class HostMemory:
         ends = table.parts[:, 2].cumsum()
         shares = np.linspace(0, ends[-1] if ends.size else 0, SLICES + 1)
         self._cuts, self._turn = np.append(np.searchsorted(ends, shares[:-1]), ends.size), 0
-        self.prepare(Changes.joined(()))[0].do()  # compile a commit's kernels now, not in its pause
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""

@@ -179,7 +179,9 @@ class Recorder(TorchDispatchMode):
         """Handle one operation of the loader."""
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
-        names, how = self._origin_of((args, kwargs))
+        origins = [self._origin.get(storage_of(tensor), ((), "")) for tensor in _tensors((args, kwargs))]
+        names = tuple(dict.fromkeys(name for names, _ in origins for name in names))
+        how = next((how for _, how in origins if how), "")
         if any(result.alias_info is not None for result in func._schema.returns):
             self.touched |= self._live & {storage_of(tensor) for tensor in _tensors((args, kwargs))}
         if any(storage_of(tensor) in self._live for tensor in written):
@@ -242,12 +244,6 @@ class Recorder(TorchDispatchMode):
     def _trace(self, tensors: list[torch.Tensor], names: Names, how: str) -> None:
         self._kept += tensors
         self._origin.update((storage_of(tensor), (names, how)) for tensor in tensors)
-
-    def _origin_of(self, values: Any) -> tuple[Names, str]:
-        """Return the probes that these tensors were made from, and the operation ("": by copies only)."""
-        found = [self._origin.get(storage_of(tensor), ((), "")) for tensor in _tensors(values)]
-        names = dict.fromkeys(name for names, _ in found for name in names)
-        return tuple(names), next((how for _, how in found if how), "")
 
     def _refuse(self, names: Names, reason: str) -> None:
         for name in names:

@@ -138,17 +138,9 @@ class Fallback:
 
     def _load(self) -> None:
         """Load all tensors in one call, because a loader may combine several. It may change what it gets."""
-        from vllm.model_executor.model_loader import checkpoint_weight_patch as native
-
-        values = {
-            name: torch.from_numpy(bits.copy()).view(torch.bfloat16) for name, bits in self.bits.items()
-        }
-        patches = [
-            native.CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
-            for name, tensor in values.items()
-        ]
-        size = sum(tensor.nbytes for tensor in values.values())
-        native.load_checkpoint_weight_patches(self._model, patches, max_chunk_bytes=size)
+        tensors = ((name, torch.from_numpy(bits.copy())) for name, bits in self.bits.items())
+        with torch.no_grad():
+            self._model.load_weights((name, bits.view(torch.bfloat16)) for name, bits in tensors)  # type: ignore[operator]
 
     def _fingerprints(self) -> dict[str, routes.Bits]:
         """A hash of each floating-point tensor of the model."""
@@ -242,14 +234,16 @@ def memory_of(table: Table) -> Memory:
 
 
 def warm_up(device: torch.device) -> Staged:
-    """Compile the kernels that hash and write parameters, by using them on tensors of every layout."""
-    layouts = {"flat": ((9001,), (1,)), "turned": ((48, 160), (1, 48)), "odd": ((7, 5, 6), (1, 42, 7))}
-    learned: dict[str, Route] = {}
-    for name, (sizes, strides) in layouts.items():
-        bits = torch.zeros(sizes, dtype=torch.int16, device=device)
-        places = Geometry(0, sizes, bits.stride()), Geometry(0, sizes, strides)
-        learned[name] = Route(sizes, (Piece(bits.view(-1), *places),))
-    memory_of(Table(learned, dict.fromkeys(learned, (0,)))).digest()
+    """Compile all kernels of a replica, by using them on a tensor of its own with tiles of both kinds."""
+    whole = Geometry(0, (9001,), (1,))
+    piece = Piece(torch.zeros(whole.sizes, dtype=torch.int16, device=device), whole, whole)
+    live = memory_of(Table({"w": Route(whole.sizes, (piece,))}, {"w": (0,)}))
+    live.digest()
+    row, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+    write, _ = live.prepare(Changes(row, one, np.zeros(1, np.int32), np.zeros(1, np.uint16)))
+    write.do()
+    write.undo()
+    live.read(np.stack([row, row, one], 1))
     return Staged()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import operator
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +14,8 @@ import pytest
 import torch
 from playwright.sync_api import Browser, Page, expect
 
-from bench import learned
 from delta_weight_sync.util import size_text, time_text
-from inference_space.dashboard.html import STATIC, percent, plural
+from inference_space.dashboard.html import STATIC
 from inference_space.dashboard.views import EXAMPLE, LINK, Facts, scene
 from tests.browser import PATIENCE_S
 from tests.support.records import manifest_of
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.full
 
-CURVES = json.loads((learned.DATA / "study.json").read_text())["curves"]
-ENDS = learned.ends(json.loads((learned.DATA / "pretrained.json").read_text()))
 SCENES = ("ship", "rounding", "landing", "sync")
 LINKS = (1e5, 3e6, LINK, 5e9)
 
@@ -151,26 +147,6 @@ def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, bucket: ob
     page.locator("[data-scene=ship] .play").click()
     page.clock.run_for(500)
     assert head.get_attribute("x1") != stopped
-
-
-def test_what_was_learned_with_the_project_is_drawn(example: Page) -> None:
-    page = example
-    study, pretrained = page.locator(".learned").all()
-    expect(study.locator("path.line")).to_have_count(3)
-    expect(study.locator("path.line.bad")).to_be_visible()
-    expect(study.locator(".keys b")).to_have_text(
-        [
-            f"{plural(curve['staleness'], 'version')} old: {percent(curve['solved'])} solved after"
-            for curve in CURVES
-        ]
-    )
-    expect(pretrained.locator("path.line")).to_have_count(2)
-    expect(pretrained.locator(".keys b")).to_have_text(
-        [
-            f"{task.replace('_', '-')}: {first:.2f} \u2192 {last:.2f}, first and last tenth"
-            for task, (first, last) in ENDS.items()
-        ]
-    )
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.browser import PATIENCE_S, shows_scheme, watched_page, with_node
 from tests.inference_space.dashboard.test_state import GAMES
 from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard
 from tests.support.real_run import KINDS, Drifting, games
-from tests.support.written_run import FULL, TOTAL, WrittenRun, digest_of
+from tests.support.written_run import FULL, TOTAL, digest_of
 
 pytestmark = pytest.mark.full
 
@@ -78,22 +78,6 @@ def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(page, url, run
         "updated in place, so nothing flickers"
     )
     assert {urlsplit(one).hostname for one in asked} == {"127.0.0.1"}, "nothing leaves the machine"
-
-
-def test_an_empty_then_vanished_then_restored_bucket(page, url, bucket, folder):
-    page.goto(url)
-    expect(page.locator("#dws-live h1")).to_contain_text("Waiting for a trainer to publish the first version")
-    expect(page.locator("#dws-live h1")).to_contain_text(bucket.url)
-    run = WrittenRun(bucket)
-    run.publish(FULL, TOTAL)
-    run.log.close()
-    expect(page.locator("#dws-live h1")).to_have_text("v0 published, no replica has reported yet")
-    folder.rename(folder.with_name("away"))
-    expect(page.get_by_role("alert")).to_contain_text("does not exist")
-    expect(page.locator("#dws-live header strong")).to_have_text("bucket not readable")
-    expect(page.locator("#dws-live h1")).to_contain_text("v0")
-    folder.with_name("away").rename(folder)
-    expect(page.get_by_role("alert")).to_have_count(0)
 
 
 def test_a_run_shows_how_it_starts_until_its_first_step(page, url, run):

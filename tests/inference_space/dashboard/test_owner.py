@@ -19,8 +19,9 @@ from starlette.testclient import TestClient
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard import owner
 from inference_space.dashboard.owner import Owner
-from tests.support.dashboard import REFUSED, RecordedControls, mounted
+from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard, mounted
 from tests.support.serving import serving
+from tests.support.waiting import soon
 
 SPACE = {"SYSTEM": "spaces", "SPACE_ID": "ada/replica", "SPACE_AUTHOR_NAME": "ada"}
 GRANTED = {"OAUTH_CLIENT_ID": "the-space", "OAUTH_CLIENT_SECRET": "s" * 32, "OAUTH_SCOPES": "openid profile"}
@@ -68,6 +69,37 @@ def test_a_missing_login_setting_is_named(
         monkeypatch.setenv(name, value)
     assert why in owner.login_problem()
     assert owner.space_author() == ""
+
+
+@pytest.mark.full
+def test_what_the_owner_clicks_is_what_the_replica_is_told(page: Page, tmp_path: Path) -> None:
+    told = RecordedControls()
+
+    def click(name: str, version: str = "") -> None:
+        page.locator(".view-owner").get_by_label("Version").fill(version)
+        page.get_by_role("button", name=name).click()
+
+    with dashboard(open_bucket(f"file://{tmp_path}", create=True), told) as url:
+        page.goto(f"{url}#owner")
+        said, refused = page.locator("#dws-owner-state"), page.locator(REFUSED)
+        page.get_by_label("Key").fill("somebody-who-guesses-it")
+        click("Heal")
+        expect(refused).to_contain_text("REPLICA_KEY")
+        page.get_by_label("Key").fill(KEY)
+        click("Pause following")
+        expect(said).to_contain_text("It is paused")
+        expect(refused).to_have_count(0)
+        click("Pin this version")
+        expect(refused).to_contain_text("Enter the version to pin")
+        click("Pin this version", "10")
+        expect(refused).to_contain_text("the run has no version 10")
+        click("Pin this version", "7")
+        expect(said).to_contain_text("It stays at v7")
+        click("Heal")
+        soon(lambda: "heal" in told.calls)
+        click("Follow the newest")
+        expect(said).to_contain_text("follows the newest version")
+    assert told.calls == ["pause", "pin 7", "heal", "resume"]
 
 
 @pytest.mark.full
