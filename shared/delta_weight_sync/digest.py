@@ -11,6 +11,7 @@ and vector instructions can compute it. The digest always detects one wrong elem
 other by chance. It guards against mistakes; the manifest's sha256 guards against tampering.
 """
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -85,6 +86,7 @@ def add_at(
     return total
 
 
+@functools.lru_cache(1 << 16)
 def seed(name: str) -> np.uint64:
     """A tensor's seed, 8 bytes of sha256(name), little-endian. `seed + block` selects a block's factor."""
     return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))

@@ -147,9 +147,10 @@ def gathered(
 
 def union(parts: Iterable[Patch]) -> list[Patch]:
     """Join the ranks' patches of one tensor, which do not overlap, into one. Empty if nothing changed."""
-    found = sorted((p for p in parts if p.index.size), key=lambda p: int(p.index[0]))
+    found = [part for part in parts if part.index.size]
     if len(found) < 2:
         return found
+    found.sort(key=lambda part: int(part.index[0]))
     index, ulps = np.concatenate([p.index for p in found]), np.concatenate([p.ulps for p in found])
     if not (index[1:] > index[:-1]).all():
         order = np.argsort(index)
