@@ -1,7 +1,7 @@
 """Collects rollouts from several replicas and records which sync's weights generated each token.
 
-This adapts TRL's rollout worker: it spreads requests over the replicas, which may be asleep, and labels each
-sample with the syncs that the replicas report.
+This adapts TRL's rollout worker: it chooses a replica for each game, goes on elsewhere if that replica fails,
+and labels each sample with the syncs that the replicas report.
 """
 
 import asyncio
