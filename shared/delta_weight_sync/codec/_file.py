@@ -6,7 +6,7 @@ tensors of a group are coded as one sequence, with one set of parameters.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, pairwise
@@ -71,7 +71,12 @@ class Delta:
         """The tensors that change, group by group."""
         return [*map(TensorRow, self._names, self._shapes, *self._rows.tolist())]
 
-    def decode(self, shapes: Shapes, old: Old) -> Iterator[Decoded]:
+    @property
+    def reads_old(self) -> bool:
+        """Whether decoding needs the bits of the version before."""
+        return any(groups.LAYOUTS[group.mode].reads_old for group in self.groups)
+
+    def decode(self, shapes: Shapes, old: Old, wanted: Container[str] | None = None) -> Iterator[Decoded]:
         """Yield the changes, one group of tensors at a time, without a Python step for each tensor.
 
         Memory is bounded for any file: at most 64 bytes per byte of the file and 16 per element of the model.
@@ -81,6 +86,7 @@ class Delta:
             shapes: Shapes of the model's tensors. The table is checked against them first.
             old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). Called only for modes
                 that need it.
+            wanted: Leave out groups that have none of these tensors.
 
         Raises:
             CodecError: The file is damaged or does not fit the model. Discard what was yielded before.
@@ -90,15 +96,19 @@ class Delta:
                 name, shape, *_ = next(row for row in self.tensors if shapes.get(row.name) != row.shape)
                 raise CodecError(f"it changes {name} {list(shape)}, which this model does not have")
             with safe_open(self._path, framework="numpy") as file:
-                yield from in_order(lambda job: groups.decode_group(*job), self._decode_jobs(file, old))
+                yield from in_order(
+                    lambda job: groups.decode_group(*job), self._decode_jobs(file, old, wanted)
+                )
 
     def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
         """Yield the changes, one tensor at a time. Otherwise like `decode`."""
         for decoded in self.decode(shapes, old):
             yield from decoded.patches(shapes)
 
-    def _decode_jobs(self, file: Any, old: Old) -> Iterator[tuple[Any, ...]]:
+    def _decode_jobs(self, file: Any, old: Old, wanted: Container[str] | None) -> Iterator[tuple[Any, ...]]:
         for number, (group, (a, b)) in enumerate(zip(self.groups, pairwise(self._starts), strict=True)):
+            if wanted is not None and not any(name in wanted for name in self._names[a:b]):
+                continue
             streams = {name: _stream(file, f"{number}.{name}") for name in groups.LAYOUTS[group.mode].streams}
             olds = groups.read_old([group.mode], self._names[a:b], old)
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
@@ -176,10 +186,16 @@ def encode(
     return data[:8] + header.encode().ljust(end - 8) + data[end:]
 
 
-def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> Iterable[Decoded]:
-    """Decode consecutive deltas, or their parts, as one. `old` gives the bits at the first delta's base."""
+def merged(
+    deltas: Sequence[Delta], shapes: Shapes, old: Old, wanted: Container[str] | None = None
+) -> Iterable[Decoded]:
+    """Decode consecutive deltas, or their parts, as one. `old` gives the bits at the first delta's base.
+
+    Changes of tensors that are not `wanted` may be left out. If old bits are needed, none are left out.
+    """
     if len({(delta.base, delta.version) for delta in deltas}) == 1:
-        return chain.from_iterable(delta.decode(shapes, old) for delta in deltas)
+        some = None if any(delta.reads_old for delta in deltas) else wanted
+        return chain.from_iterable(delta.decode(shapes, old, some) for delta in deltas)
     found: dict[str, Patch] = {}
 
     def between(name: str) -> Bits:

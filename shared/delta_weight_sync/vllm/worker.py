@@ -31,6 +31,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,16 @@ class Ranks:
         together = part.cpu().clone()
         dist.all_reduce(together.view(torch.uint8), group=self._group)
         return together
+
+    @contextmanager
+    def fail_together(self) -> Iterator[None]:
+        """An exception in the block, on any worker, becomes an exception on all."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(error)
+            raise
+        self.agree(None)
 
     def agree(self, error: BaseException | None) -> None:
         """Raise `WorkerError` on every worker without an `error` if any worker has one."""
@@ -165,6 +176,8 @@ class LiveWeights:
         self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
         kept = {name: bits.shape for name, bits in fallback.bits.items()}
         self.shapes = {name: routes[name].shape for name in owned} | kept
+        # The tensors of which this worker holds a part: under pipeline or expert parallelism not all.
+        self._held = {name for name in owned if routes[name].pieces} | kept.keys()
         self._table = Table(routes, owned)
         self.memory = memory_of(self._table)
 
@@ -189,7 +202,9 @@ class LiveWeights:
             raise errors.WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
-        decoded = [*codec.merged([codec.Delta(path) for path in paths], self.shapes, self.bits)]
+        with self._ranks.fail_together():  # workers may decode different groups
+            deltas = [codec.Delta(path) for path in paths]
+            decoded = [*codec.merged(deltas, self.shapes, self.bits, self._held)]
         kept = self._fallback.bits
         reloaded = (
             [p for part in decoded for p in part.patches(self.shapes) if p.name in kept] if kept else []
