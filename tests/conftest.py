@@ -4,9 +4,7 @@ import gc
 import multiprocessing.spawn
 import os
 import tempfile
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -24,12 +22,11 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replica that a test makes in this process sets for the whole process ends with the test."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", tempfile.gettempdir())  # a folder that ends with the server
+    # The program that starts children: a replica's engine gets only some variables.
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", multiprocessing.spawn.get_executable())
-    # vLLM puts its sockets there: into a folder that ends with the server.
-    with mock.patch.dict(os.environ, VLLM_RPC_BASE_PATH=tempfile.gettempdir()):
-        yield
 
 
 def pytest_collection_finish() -> None:
