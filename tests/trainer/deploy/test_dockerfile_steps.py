@@ -179,6 +179,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 @pytest.mark.live
+@pytest.mark.long
 def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) -> None:
     bucket, head = open_bucket((deployed.folder / "bucket").as_uri()), deployed.head
     events = list(RunLogReader(bucket, "loop").poll())
@@ -195,6 +196,7 @@ def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) ->
 
 
 @pytest.mark.live
+@pytest.mark.long
 def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> None:
     env, replica = deployed.env, deployed.replica
     for space in (env, replica):
@@ -206,6 +208,7 @@ def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> No
 
 
 @pytest.mark.live
+@pytest.mark.long
 def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> None:
     from playwright.sync_api import expect
 
@@ -223,6 +226,7 @@ def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> Non
 
 
 @pytest.mark.live
+@pytest.mark.long
 def test_a_space_wakes_with_the_newest_version(deployed: Deployment) -> None:
     deployed.replica.wake()
     joined = f"starting vLLM with version {deployed.head.version}"  # fetched, rebuilt, its digest checked
