@@ -93,7 +93,7 @@ def _headers(prompts: list[Choices], serving: Manifest | None) -> list[tuple[byt
     found = {f"x-policy-{name}": str(value) for name, value in (oldest._asdict() if oldest else {}).items()}
     for name in ("version", "sync"):
         text = ";".join(",".join(filter(None, (_text(name, span) for span in spans))) for spans in choices)
-        if 0 < len(text) < _LONGEST:
+        if text.strip(";") and len(text) < _LONGEST:
             found[f"x-policy-{name}s"] = text
     return [(name.encode(), value.encode()) for name, value in found.items()]
 
