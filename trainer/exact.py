@@ -53,7 +53,7 @@ class PastPolicy:
         self.log, (self.sync,) = log, log.syncs
 
     def keep_up(self) -> None:
-        """Move off the log's oldest sync: the next publish drops it, and `roll` could not start there."""
+        """Move off the log's oldest sync: the next publish may drop it, and `roll` could not start there."""
         if self.log.syncs[0] == self.sync != self.log.syncs[-1]:
             self.roll(self.log.syncs[1])
 
@@ -168,7 +168,11 @@ class ExactSamples(TrainerCallback):
             sample.old_log_probs[mask] = exact
 
     def _compare(self, samples: Sequence[TracedSample], engine: Sequence[LogProbs]) -> None:
-        """Record how the engine's log-probabilities differ from the trainer's at the same weights."""
+        """Record how the engine's log-probabilities differ from the trainer's.
+
+        `exact/mismatch_*` are of tokens for which both used the same weights only; `exact/mixed_mean` is of
+        tokens that the engine generated with keys and values of older weights.
+        """
         if not samples:
             return
         off = np.concatenate([s.old_log_probs - theirs for s, theirs in zip(samples, engine, strict=True)])
@@ -200,7 +204,10 @@ def syncs_of(sample: TracedSample) -> set[int]:
 
 
 def of_one_version(sample: TracedSample) -> Mask:
-    """Which trained tokens have their answer's first sync: the engine used keys and values of one version."""
+    """Which trained tokens have the same sync as the first token of their answer.
+
+    For these tokens, all keys and values in the engine were of one version.
+    """
     own = trained(sample)
     begins = own & ~np.concatenate([[False], own[:-1]])
     answer = np.maximum.accumulate(np.where(begins, np.arange(len(own)), 0))

@@ -56,7 +56,8 @@ class Router:
 
     A conversation begins at the replica with the fewest conversations, and stays there, because the earlier
     turns are in the prefix cache of that replica. If the replica fails or is removed, the conversation goes
-    on at another one. Nothing is lost, because each request has the whole conversation.
+    on at another one that answers, if there is one. Nothing is lost, because each request has the whole
+    conversation.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -205,8 +206,8 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 answer = await self._request(f"{url}{path}", payload, timeout)
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
-                # Other statuses may come from a replica that is waking up: try again.
-                if 400 <= status < 500 and status != 429:
+                # Other statuses may come from a replica that is waking up, or whose weights are too old.
+                if 400 <= status < 500 and status not in (408, 425, 429):
                     raise RolloutError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
                     raise SpacesUnavailableError(f"{url} does not answer: {error}") from error
@@ -249,7 +250,7 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Accept syncs of the run's earlier trainer up to this one, which both trainers have made."""
+        """Accept the earlier trainer's syncs up to number `sync`: until then, both had the same weights."""
         self._model_version_value.inherited = sync
 
 

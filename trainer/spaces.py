@@ -4,8 +4,8 @@ A request wakes a sleeping Space, which takes minutes to load its model. If wait
 because a URL, a key or a token is wrong, the run ends with a sentence that names the fix.
 
 The environment variable `SPACES` lists the trainer's own Spaces, or files that list them. Only they receive
-a key and a token, so that a mistyped URL receives none. No secret is part of a URL, an option or a log line,
-and no request follows a redirect.
+`SPACE_KEY` and `SPACE_HF_TOKEN`, so that a mistyped URL receives neither. No secret is part of a URL, an
+option or a log line, and no request follows a redirect.
 """
 
 import contextvars
@@ -45,7 +45,7 @@ class SpacesUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The state of a Space; `up` is False if the Hub answered in place of the app."""
+    """The state of a Space; `up`: whether the app itself answered."""
 
     state: str
     up: bool = False
@@ -66,10 +66,10 @@ class Fleet:
         self._entries, self._urls = entries, list[str]()
 
     def urls(self) -> list[str]:
-        """The URLs of the replicas. If a file cannot be read, or lists none, the URLs of the last call.
+        """The URLs of the replicas. If a file cannot be read, or no URL is left, the URLs of the last call.
 
         Raises:
-            SpacesUnavailableError: At the first call, for the same reasons.
+            SpacesUnavailableError: For the same reasons, if no call has found a URL yet.
         """
         reason = "it lists no URL"
         try:
@@ -102,7 +102,7 @@ class Spaces:
         return [*found, (self._env_url, "env")] if self._env_url else found
 
     def wake(self) -> None:
-        """Send each Space one request; raise `SpacesUnavailableError` for a fault that waiting cannot fix."""
+        """Ask each Space for its state. Raises `SpacesUnavailableError` if waiting cannot help."""
         for url, kind in self._spaces:
             self._probe(url, kind)
 
@@ -145,14 +145,17 @@ def probe(url: str, kind: Kind) -> Answer:
 
 
 def request(url: str, method: str, path: str, kind: Kind = "replica", **content: Any) -> httpx.Response:
-    """Send a request with this Space's credentials; raise `httpx.TransportError` if there is no answer."""
+    """Send a request with this Space's credentials.
+
+    Raises `httpx.TransportError` if there is no answer, `SpacesUnavailableError` for an unusable URL or key.
+    """
     try:
         content["headers"] = headers(url, kind)
         with httpx.stream(method, f"{url.rstrip('/')}{path}", timeout=10.0, **content) as answer:
             body, known = read(answer), answer.headers.copy()
             known.pop("content-encoding", "")  # `read` has decoded the content
             return httpx.Response(answer.status_code, headers=known, content=body, request=answer.request)
-    except ValueError as error:  # from `_variable`
+    except ValueError as error:  # from `headers`
         raise SpacesUnavailableError(str(error)) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         example = "https://<owner>-<name>.hf.space"
@@ -205,7 +208,7 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
     if status in (401, 403):
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
     # The Hub says that a private Space does not exist if the token may not see it. While a Space starts, the
-    # Hub answers with an HTML page and any status.
+    # Hub answers with an HTML page and one of the other statuses.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         fix = f"give the Space's own URL with {_OPTION[kind]}, such as https://<owner>-<name>.hf.space"

@@ -109,7 +109,7 @@ def standard(name: str, account: str, one: Figures) -> dict[str, str]:
         return f"{one.peak[quota]:,} = {one.peak[quota] / allowed:.0%}"
 
     first = [
-        f"{text} ({f'from {fit:,.0f} replicas on' if fit else 'any fleet'})"
+        f"{text} ({f'from {math.ceil(fit):,} replicas on' if fit else 'any fleet'})"
         for fit, text in one.breaks(limits)
     ]
     return {

@@ -166,8 +166,8 @@ def mount(
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
-    Mount it after the app's own routes: it answers every other path. `app.state.dashboard_events` says how
-    many inputs each event of the page has.
+    Mount it after the app's own routes: it answers every other path. `app.state.dashboard_events` maps the
+    number of each Gradio event handler to its number of inputs; the public port checks calls by it.
 
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.

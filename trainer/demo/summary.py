@@ -61,8 +61,8 @@ class Progress:
 def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, Any]:
     """Derive all figures of a finished run from its log. `seconds` is the duration of the whole demo.
 
-    `verified` is true only if every replica's live digest equals the trainer's at the same version. Rewards
-    are means over the first and the last tenth of the steps. Figures of a sync are medians.
+    `verified` is true only if every replica has the trainer's last version, with the trainer's digest.
+    Rewards are means over the first and the last tenth of the steps. Figures of a sync are medians.
     """
     syncs = [e for e in events if isinstance(e, SyncEvent)]
     deltas = [sync for sync in syncs if sync.version and sync.changed]
@@ -103,7 +103,7 @@ def table(summary: dict[str, Any]) -> str:
         "changed per sync": f"{100 * s['changed']:.2f} % of the weights (medians, here and below)",
         "payload per sync": size_text(payload) + smaller,
         "pause": f"{s['pause_ms']:.1f} ms, {s['commit_ms']:.1f} ms of it the commit",
-        "from hand-over": f"{s['publish_s']:.2f} s to HEAD, {s['lag_s']:.2f} s to the replica's commit",
+        "after a step": f"in the bucket in {s['publish_s']:.2f} s, in the replica in {s['lag_s']:.2f} s",
         "trainer digest": s["digest"],
         "replicas": ", ".join(f"{name} at v{v} ({digest})" for name, (v, digest) in s["replicas"].items()),
         "verified": "yes: live weights equal the trainer's" if s["verified"] else "NO",

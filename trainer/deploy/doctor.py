@@ -219,7 +219,8 @@ def _bucket(setup: Setup) -> str:
     return f"{name} can be written and read{'' if private else '; it is public: anyone can read the weights'}"
 
 
-# A check returns what it found in order ("": it does not apply here), or raises an error with the fix.
+# A check returns a sentence that says what is fine, or "" if the check does not apply here. If it finds a
+# problem, it raises an error that names the fix.
 CHECKS: dict[str, Callable[[Setup], str]] = {
     "token": _token,
     "Space's token": _space_token,

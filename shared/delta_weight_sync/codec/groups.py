@@ -2,8 +2,8 @@
 
 `LAYOUTS` lists the modes. A tensor without changes is not listed in the file. The modes `gaps`, `bands` and
 `mask` store the sizes of the changes in separate streams: one sign bit per change, which changes are large
-(more than one ULP), and how large these are. To add a mode, add an entry to `Mode` and `LAYOUTS`, and a
-branch to `encode_group`, `decode_group` and `_other_modes`.
+(more than one ULP), and how large these are. To add a mode, add an entry to `Mode` and `LAYOUTS`, a branch to
+`encode_group` and to `decode_group` or `_positions`, and say in `_other_modes` when to try it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,8 @@ _ZSTD_LEVEL = 1
 
 
 class Layout(NamedTuple):
-    """A mode: its words, the lengths of a `Group`'s lists (`rows`), its streams, and if it reads old bits."""
+    """A mode: its description (`words`), the lengths of a `Group`'s lists (`rows`), its streams, and whether
+    it reads old bits."""
 
     words: str
     rows: tuple[int, int, int, int]
@@ -62,8 +63,9 @@ LAYOUTS: dict[Mode, Layout] = {
 class Group(BaseModel):
     """How the tensors of one group are coded: all that a reader needs in addition to the streams.
 
-    `limits` separate the bands. For each band, `gaps` and `large` have the fields of a `bits.Section` (plain
-    tuples: pydantic reports each surplus item of a named one), `sizes` has (Exp-Golomb parameter, bits).
+    `limits` separate the bands. For each band, `gaps` and `large` have the fields of a `bits.Section`, and
+    `sizes` has (Exp-Golomb parameter, bits). They are plain tuples: if a NamedTuple is too long, pydantic
+    reports each surplus item, and a hostile file may have a million.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -144,8 +146,8 @@ def decode_group(
         index, band_of = _positions(group, total, changes, streams, olds)
         ulps = _decode_values(group, streams, band_of)
     if (wrong := _move(index, *sizes)) >= 0:
-        listed = f"{sizes[1, wrong]} changes of the table"
-        raise CodecError(f"{names[wrong]}: its streams do not hold the {listed}")
+        listed = f"{sizes[1, wrong]} changes that its table of tensors lists"
+        raise CodecError(f"{names[wrong]}: the streams of its group do not hold the {listed}")
     return Decoded(names, sizes[1], index, ulps)
 
 
@@ -193,7 +195,8 @@ def _positions(
     else:
         found = bits.flat_walk(words, state, total, index)
     if found != changes or not bits.finished(state):
-        raise CodecError(f"its streams do not hold the {changes} changes of the table")
+        listed = f"{changes} changes that its table of tensors lists"
+        raise CodecError(f"the streams of a group of mode {group.mode} do not hold the {listed}")
     return index, band_of
 
 

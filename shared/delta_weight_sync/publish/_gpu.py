@@ -35,7 +35,7 @@ _CELLS = tl.constexpr(CELLS)
 _COUNTS = tl.constexpr(COUNTS)
 KINDS = {torch.bfloat16: tl.int16, torch.float32: tl.float32, torch.float16: tl.float16}
 _ALIGNED = 16  # bytes that a thread reads in one load
-_ROOM = 64  # changes per tile that always fit: 1.6 %
+_ROOM = 64  # changes per tile, on average over all tiles, for which there is always room: 1.6 %
 Mirrors = Mapping[str, torch.Tensor]  # int16, in memory that the device can read
 Key = list[tuple[object, ...]]
 
@@ -151,7 +151,8 @@ def _unpack_tile(found: NDArray[np.int32], first: int, index: Index, ulps: Bits)
 
 
 class _Tiles:
-    """The table of all tensors on one device, and what the host needs to read the kernels' answer.
+    """The table of tensors that are compared together on one device, and what the host needs to read the
+    kernels' answer.
 
     `key`: what the table depends on. `count`: of tiles. `blocks`: int64 [count], the block of each tile in
     its tensor. `ends`: int64 [tensors], index after each tensor's last tile. `room`: how many changes fit.
@@ -252,7 +253,7 @@ class DeviceDiff:
         return Changes(patches, int(notes[1]), int(notes[2 : TOTALS.value].sum()), tiles, book, found)
 
     def keep(self, changes: Changes) -> None:
-        """Write the changes into the mirrors, which are on the device, without waiting for it."""
+        """Write the changes into mirrors in the device's memory, without waiting for the device."""
         tiles = changes.tiles
         with torch.accelerator.device_index(self._device.index):
             launch(keep, tiles.count, tiles.entries, tiles.owners, changes.book, changes.found)

@@ -2,9 +2,10 @@
 
 Under FSDP2 each rank holds a block of each parameter (a `DTensor`), finds the changes in it, and sends them
 to the owner of the tensor once per sync. The owner holds the mirror of the whole tensor, encodes its changes
-and uploads them. An owner gets the whole tensor in two cases only, one at a time: at the first sync, and for
-placements that are not a plain block. All ranks call the methods here in the same order. If one fails, all
-stop with its message.
+and uploads them. Every rank also mirrors its blocks of others' tensors, to find their changes. Only in two
+cases does an owner get whole tensors, and then one tensor at a time: at the first sync, and for placements
+that are not a plain block. All ranks call the methods here in the same order. If one fails, all stop with its
+message.
 """
 
 import contextlib
@@ -31,7 +32,9 @@ from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place
 from delta_weight_sync.records import MAX_PARTS
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-_TIMEOUT = datetime.timedelta(hours=2)  # other ranks wait while rank 0 uploads the base and awaits a replica
+_TIMEOUT = datetime.timedelta(
+    hours=2
+)  # for ranks that wait while rank 0 uploads the base, or waits for Spaces
 
 
 class Owners(dict[str, int]):
@@ -53,8 +56,8 @@ class Owners(dict[str, int]):
 def own_block(tensor: torch.Tensor, *, owner: bool) -> Block | None:
     """The block of a parameter that this rank diffs, or None.
 
-    The owner diffs a tensor that every rank holds whole. If a mesh dimension holds copies of a block, the
-    first rank along that dimension diffs the block.
+    The owner diffs a tensor that every rank holds whole, or that is not `is_block`. If a mesh dimension holds
+    copies of a block, the first rank along that dimension diffs the block.
     """
     if not is_block(tensor):
         return Block.whole(tensor.shape) if owner else None
@@ -123,7 +126,7 @@ class Shards:
 
 
 def held_part(name: str, tensor: torch.Tensor, block: Block) -> Part:
-    """What this rank holds of a parameter, which the mirror has at `block`."""
+    """The elements of a parameter that this rank holds. `block`: their place in the mirror's tensor."""
     return Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
 
 

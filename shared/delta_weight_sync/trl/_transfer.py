@@ -49,7 +49,10 @@ class BucketWeightTransfer:
         """Do nothing (see above)."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish TRL's parameters, whole tensors under checkpoint names; returns as `Publisher.publish`."""
+        """Publish TRL's parameters, whole tensors under checkpoint names.
+
+        Returns when the changes are known, before they are uploaded.
+        """
         if self._publisher is None:  # in another `train()` of the same trainer, TRL does not open it again
             self.init_weight_transfer()
         assert self._publisher is not None

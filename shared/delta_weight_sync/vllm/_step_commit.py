@@ -1,4 +1,4 @@
-"""Commits between two engine steps, as one uninterrupted action: no pause, no preemption, exact labels.
+"""Commits between two engine steps, as one uninterrupted action: no `pause_generation`, no preemption.
 
 vLLM handles `collective_rpc` between two steps, so a call with op "commit" needs no pause around it. If all
 workers succeed, two more things happen between the same two steps, which vLLM itself does only in a pause:
@@ -9,10 +9,10 @@ workers succeed, two more things happen between the same two steps, which vLLM i
 - The label of new tokens changes. With async scheduling a step may be under way on the device; its results
   were computed with the old weights and keep the old label.
 
-Each call waits for the current step, and for the API server's event loop before and after. If the worker is
-in this process, op "stage" saves calls: it answers only when staging is done (vLLM waits for a `Future`
-without blocking its steps). Given `then`, the arguments of a commit, it also commits when the current step
-has ended, and answers as a commit does.
+A call is slow: it waits for the API server's event loop on its way in and out, and for the current step in
+between. If the worker is in this process, the client needs fewer calls: op "stage" answers only when staging
+is done (vLLM waits for a `Future` without blocking its steps). Given `then`, the arguments of a commit, it
+also commits when the current step has ended, and its answer has the fields of both.
 
 The module patches vLLM's `EngineCore`; `compat.toml` lists what it relies on there. Before the first commit,
 `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results elsewhere.
@@ -83,7 +83,8 @@ def _collective_rpc(
 def _when_staged(
     core: EngineCore, call: Callable[[], Answers], finish: Callable[[], Answers] | None
 ) -> Answers | Future[Answers]:
-    """Begin to stage. The future gets the worker's answer to "staged", merged with that of `finish`."""
+    """Begin to stage. The future gets what the worker answers to op "staged" once staging is done, merged
+    with the answer of `finish`."""
     answers = call()
     if "error" in answers[0]:
         return answers
