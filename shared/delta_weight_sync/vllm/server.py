@@ -99,10 +99,10 @@ class Endpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the version headers, and if there is a run to follow, the routes."""
-        from delta_weight_sync.vllm._version_headers import VersionHeaders  # imports vLLM
+        from delta_weight_sync.vllm._version_headers import version_headers  # imports vLLM
 
         app.add_middleware(
-            VersionHeaders, serving=lambda: getattr(getattr(app.state, "follower", None), "serving", None)
+            version_headers, serving=lambda: getattr(getattr(app.state, "follower", None), "serving", None)
         )
         if f"{PREFIX}RUN" in os.environ:
             settings = settings_from(os.environ)
