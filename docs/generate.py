@@ -88,13 +88,17 @@ def _help(module: str, *words: str) -> str:
 
 def api() -> str:
     """Directives of mkdocstrings for the names in `delta_weight_sync.__all__`."""
-    package = ast.parse((ROOT / "shared/delta_weight_sync/__init__.py").read_text())
-    exported = next(
-        ast.literal_eval(node.value)
-        for node in package.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-    )
-    return "\n\n".join(f"::: delta_weight_sync.{name}" for name in exported if not name.startswith("__"))
+    names = sorted(exported("errors") + exported("__init__"))
+    return "\n\n".join(f"::: delta_weight_sync.{name}" for name in names if not name.startswith("__"))
+
+
+def exported(module: str) -> list[str]:
+    """The names that a module of the library writes into its `__all__`."""
+    tree = ast.parse((ROOT / f"shared/delta_weight_sync/{module}.py").read_text())
+    lists = (node for node in tree.body if isinstance(node, ast.Assign))
+    values = next(node.value for node in lists if getattr(node.targets[0], "id", "") == "__all__")
+    assert isinstance(values, ast.List)
+    return [name.value for name in values.elts if isinstance(name, ast.Constant)]
 
 
 PARTS = {"tree": tree, "cli": command_line, "api": api}

@@ -27,7 +27,7 @@ from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
 from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json, open_files, serve
 from space_guard.requests import FRAMING, SAFE_HEADERS, has_key, no_key, problem, read_body, refusals, replay
-from space_guard.setup import NEW_KEY, Need, Problems, SettingsError, Setup, key_problem
+from space_guard.setup import Problems, SettingsError, Setup, key_problem
 
 MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
@@ -44,18 +44,7 @@ OPEN = re.compile(
     r"/|/(health|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json)|/(page|play)(/.*)?"
 )
 
-SETUP = Setup(
-    space="environment",
-    then="game",
-    needs={
-        "WORDLE_KEY": Need(
-            "secret",
-            "The API needs this key; trainers send it from their variable SPACE_KEY. Visitors play on the"
-            " page without it. To let anyone use the API, set the variable WORDLE_OPEN to true instead.",
-            NEW_KEY,
-        )
-    },
-)
+SETUP = Setup("environment", then="game", needs=Path(__file__).with_name("setup.toml"))
 
 _log = logging.getLogger("wordle")
 

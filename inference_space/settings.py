@@ -1,7 +1,6 @@
 """Settings of the vLLM Space, and what its setup page says about them and about access to the bucket."""
 
 import socket
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from delta_weight_sync.records import POLL_S, Keys
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.server import NOT_HERE
-from space_guard.setup import HeaderText, Need, Problems, SettingsError, Setup, SpaceSettings, key_problem
+from space_guard.setup import HeaderText, Problems, SettingsError, Setup, SpaceSettings, key_problem
 
 TOKENS = "https://huggingface.co/settings/tokens"
 
@@ -40,8 +39,7 @@ class Settings(SpaceSettings):
     folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas
 
 
-NEEDS = tomllib.loads(Path(__file__).with_name("setup.toml").read_text())
-SETUP = Setup("replica", then="dashboard", needs={name: Need(**need) for name, need in NEEDS.items()})
+SETUP = Setup("replica", then="dashboard", needs=Path(__file__).with_name("setup.toml"))
 
 
 def find_problems(environ: Mapping[str, str]) -> Problems:

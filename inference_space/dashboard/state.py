@@ -7,7 +7,7 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
@@ -54,11 +54,16 @@ class Replica:
     """One replica. Do not trust the texts in its status: they come from outside."""
 
     status: ReplicaEvent
-    behind: int | None  # versions
-    lag_s: float | None  # of its last commit: from the trainer's hand-over
-    digest_ok: bool | None  # None: not compared, because a digest is not known
-    versions: Series  # (unix seconds, version), within the window of the staircase
-    lags: Series  # (version, seconds)
+    lag_s: float | None = None  # of its last commit: from the trainer's hand-over
+    versions: Series = ()  # (unix seconds, version): each change; in a `Progress`, within the staircase
+    lags: Series = ()  # (version, seconds); only in a `Progress`
+
+    def report(self, status: ReplicaEvent, t: float) -> "Replica":
+        """Return the replica with a new status."""
+        if self.versions and status.version == self.status.version:
+            return replace(self, status=status)
+        change = (t, math.nan if status.version is None else status.version)
+        return replace(self, status=status, versions=(*self.versions, change)[-_STEPS:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +73,7 @@ class Progress:
     version: int
     last_t: float  # unix seconds of the last event
     done: DoneEvent | None
-    done_ok: bool | None
+    digests: Mapping[int, str | None]  # of versions that replicas and the trainer report, as published
     full_bytes: int
     payload_bytes: float | None  # median delta
     sent_bytes: int  # all uploads after version 0
@@ -86,6 +91,15 @@ class Progress:
     reward_steps: int  # how many steps each of the next two means covers
     reward_first: float | None  # mean of the first steps
     reward_lately: float | None  # mean of the last steps
+
+    def behind(self, replica: ReplicaEvent) -> int | None:
+        """Return how many versions a replica is behind; None if it serves none."""
+        return None if replica.version is None else self.version - replica.version
+
+    def matches(self, report: ReplicaEvent | DoneEvent) -> bool | None:
+        """Compare a digest with the published one; None if either is not known."""
+        digest = None if report.version is None else self.digests.get(report.version)
+        return None if digest is None or report.digest is None else digest == report.digest
 
 
 class Stage(NamedTuple):
@@ -128,21 +142,6 @@ class Curve:
         return (*curve, self._newest) if curve and curve[-1][0] != self._newest[0] else curve
 
 
-@dataclass
-class _Track:
-    """What the log says about one replica."""
-
-    status: ReplicaEvent
-    lag_s: float | None = None
-    versions: deque[Point] = field(default_factory=lambda: deque(maxlen=_STEPS))
-    lags: Curve = field(default_factory=lambda: Curve(peaks=True))
-
-    def report(self, status: ReplicaEvent, t: float) -> None:
-        if not self.versions or status.version != self.status.version:
-            self.versions.append((t, math.nan if status.version is None else status.version))
-        self.status = status
-
-
 class RunState:
     """A run so far, and its progress at earlier versions."""
 
@@ -162,7 +161,8 @@ class RunState:
         self._group: StepEvent | None = None
         self._played: float | None = None  # when the first games were played
         self._slowest: dict[int, CommitEvent] = {}  # by version: the commit with the largest lag
-        self._tracks: dict[str, _Track] = {}
+        self._replicas: dict[str, Replica] = {}  # by name, silent longest first
+        self._lags: dict[str, Curve] = {}
         self._sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
         self._frames: dict[int, Progress] = {}
 
@@ -179,7 +179,7 @@ class RunState:
                 case StepEvent():
                     self._step(event)
                 case ReplicaEvent():
-                    self._track(event).report(event, event.t)
+                    self._replicas[event.replica] = self._replica(event).report(event, event.t)
                 case CommitEvent():
                     self._commit(event)
                 case DoneEvent():
@@ -187,7 +187,7 @@ class RunState:
 
     def served(self, own: ReplicaEvent | None = None) -> set[int]:
         """Return the versions whose published digests are needed; `own` is as for `progress`."""
-        reports = [own, self._done, *(track.status for track in self._tracks.values())]
+        reports = [own, self._done, *(replica.status for replica in self._replicas.values())]
         return {report.version for report in reports if report and report.version is not None}
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
@@ -195,18 +195,15 @@ class RunState:
         hosts the page: it replaces the one in the log."""
         if self.version is None:
             return None
-        tracks = self._tracks
+        replicas = dict(self._replicas)
         if own:
-            track = tracks.get(own.replica) or _Track(own)
-            track = replace(track, versions=track.versions.copy())
-            track.report(own, self._last_t)
-            tracks = {**tracks, own.replica: track}
+            replicas[own.replica] = replicas.get(own.replica, Replica(own)).report(own, self._last_t)
         steps = max(1, len(self._lately) // 2)
         return Progress(
             version=self.version,
             last_t=self._last_t,
             done=self._done,
-            done_ok=_matches(self.digests, self._done) if self._done else None,
+            digests=dict(self.digests),
             full_bytes=self._recent[-1].full_bytes,
             payload_bytes=_median(self._sizes),
             sent_bytes=self._sent,
@@ -216,7 +213,7 @@ class RunState:
             worst_pause_ms=self._all_pauses[-1] if self._all_pauses else None,
             lag_s=_median(self._all_lags),
             step_s=_median([b - a for (a, _), (b, _) in pairwise(self._trainer)]),
-            replicas=tuple(self._replica(tracks[name]) for name in sorted(tracks)),
+            replicas=tuple(self._shown(replicas[name]) for name in sorted(replicas)),
             syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
             trainer=tuple(self._trainer),
             curves={name: curve.points() for name, curve in self._curves.items()},
@@ -230,11 +227,13 @@ class RunState:
         """Return the parts of the run's start, in their order; none after its first step."""
         if self.version or self._lately:
             return ()
-        tracks, base, games, step = self._tracks, "waiting for a trainer to publish it", "", ""
-        known = {name: track.status for name, track in tracks.items()} | ({own.replica: own} if own else {})
+        base, games, step = "waiting for a trainer to publish it", "", ""
+        known = {name: replica.status for name, replica in self._replicas.items()}
+        known |= {own.replica: own} if own else {}
         absent = [status for status in known.values() if status.version is None]
         replica = "; ".join(f"{one.replica}: {one.error or one.state}" for one in absent[:3])
-        served = [t for track in tracks.values() for t, version in track.versions if not math.isnan(version)]
+        changes = (change for replica in self._replicas.values() for change in replica.versions)
+        served = [t for t, version in changes if not math.isnan(version)]
         if self.version is not None:
             base = f"published, {size_text(self._recent[-1].full_bytes)}"
         if serving := len(known) - len(absent):
@@ -255,14 +254,10 @@ class RunState:
         frame = self._frames.get(version)
         if frame is None:
             raise ProtocolError(f"this page keeps only some earlier versions, not version {version}")
-        unchecked = [r.status for r in frame.replicas if r.digest_ok is None]
-        if versions := {status.version for status in unchecked if status.version is not None}:
-            known = digests(versions)
-            replicas = [
-                replace(r, digest_ok=_matches(known, r.status)) if r.digest_ok is None else r
-                for r in frame.replicas
-            ]
-            self._frames[version] = frame = replace(frame, replicas=tuple(replicas))
+        reported = {r.status.version for r in frame.replicas if r.status.version is not None}
+        if unknown := {one for one in reported if frame.digests.get(one) is None}:
+            frame = replace(frame, digests={**frame.digests, **digests(unknown)})
+            self._frames[version] = frame
         return frame
 
     def _keep_frame(self, version: int, newest: int) -> None:
@@ -279,9 +274,6 @@ class RunState:
         self.version, self._done = event.version, None
         self._recent.append(event)
         self._trainer.append((event.t, event.version))
-        for track in self._tracks.values():
-            while len(track.versions) > 1 and track.versions[1][0] <= self._trainer[0][0]:
-                track.versions.popleft()
         if event.version == 0 or event.anchor_bytes:
             self._anchored.append(event.version)
             self._curves["anchors"].add(event.version, event.anchor_bytes or event.payload_bytes)
@@ -306,22 +298,26 @@ class RunState:
             if not event.step and self._played is None:
                 self._played = event.t
 
-    def _track(self, event: ReplicaEvent | CommitEvent) -> _Track:
+    def _replica(self, event: ReplicaEvent | CommitEvent) -> Replica:
+        """Return what is known of the replica of an event, which is now the one heard last."""
         name = event.replica
         silent = ReplicaEvent(t=event.t, replica=name, state="serving", version=None, digest=None)
-        self._tracks[name] = track = self._tracks.pop(name, None) or _Track(silent)
-        if len(self._tracks) > _REPLICAS:
-            del self._tracks[next(iter(self._tracks))]
-        return track
+        self._replicas[name] = replica = self._replicas.pop(name, None) or Replica(silent)
+        if len(self._replicas) > _REPLICAS:
+            gone = next(iter(self._replicas))
+            del self._replicas[gone]
+            self._lags.pop(gone, None)
+        return replica
 
     def _commit(self, event: CommitEvent) -> None:
-        track = self._track(event)
+        replica = self._replica(event)
         committed = {"version": event.version, "digest": event.digest}
-        track.report(track.status.model_copy(update=committed), event.t)
+        replica = replica.report(replica.status.model_copy(update=committed), event.t)
+        self._replicas[event.replica] = replica
         if event.joined:  # its times include the start of vLLM
             return
-        track.lag_s = event.lag_s
-        track.lags.add(event.version, event.lag_s)
+        self._replicas[event.replica] = replace(replica, lag_s=event.lag_s)
+        self._lags.setdefault(event.replica, Curve(peaks=True)).add(event.version, event.lag_s)
         _insert(self._all_pauses, event.pause_ms)
         _insert(self._all_lags, event.lag_s)
         self._curves["pauses"].add(event.version, event.pause_ms)
@@ -330,16 +326,13 @@ class RunState:
         if len(self._slowest) > _UNSETTLED:
             del self._slowest[next(iter(self._slowest))]
 
-    def _replica(self, track: _Track) -> Replica:
-        start, version = self._trainer[0][0], track.status.version
-        return Replica(
-            status=track.status,
-            behind=None if version is None else (self.version or 0) - version,
-            lag_s=track.lag_s,
-            digest_ok=_matches(self.digests, track.status),
-            versions=tuple((max(start, t), version) for t, version in track.versions),
-            lags=track.lags.points(),
-        )
+    def _shown(self, replica: Replica) -> Replica:
+        """Return a replica with its curves, as a page shows them."""
+        start, lags = self._trainer[0][0], self._lags.get(replica.status.replica)
+        later = (at for at, (t, _) in enumerate(replica.versions[1:]) if t > start)
+        first = next(later, len(replica.versions) - 1)  # the change to the version served at the start
+        versions = tuple((max(start, t), version) for t, version in replica.versions[first:])
+        return replace(replica, versions=versions, lags=lags.points() if lags else ())
 
 
 def moments(newest: int) -> list[int]:
@@ -350,11 +343,6 @@ def moments(newest: int) -> list[int]:
 def _stride(newest: int) -> int:
     """The versions between two moments. It only ever doubles, so no version becomes a moment later."""
     return 1 << math.ceil(math.log2(max(1, newest / (FRAMES - 1))))
-
-
-def _matches(published: Mapping[int, str | None], report: ReplicaEvent | DoneEvent) -> bool | None:
-    digest = None if report.version is None else published.get(report.version)
-    return None if digest is None or report.digest is None else digest == report.digest
 
 
 def _median(values: Sequence[float]) -> float | None:

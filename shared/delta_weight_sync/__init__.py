@@ -9,27 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from delta_weight_sync.errors import (
-    AccessDeniedError,
-    BucketError,
-    BucketMissingError,
-    BucketUnreachableError,
-    CheckpointError,
-    CodecError,
-    ConfigError,
-    DeltaWeightSyncError,
-    FencedError,
-    FolderError,
-    KeyFormatError,
-    MissingExtraError,
-    NoVersionError,
-    ObjectMissingError,
-    PeerError,
-    ProtocolError,
-    RolloutError,
-    SignatureError,
-    StateError,
-)
+from delta_weight_sync import errors
+from delta_weight_sync.errors import *  # noqa: F403
+from delta_weight_sync.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from delta_weight_sync.checkout import FollowedVersion, follow
@@ -41,31 +23,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "AccessDeniedError",
+    *errors.__all__,
     "Bucket",
-    "BucketError",
-    "BucketMissingError",
-    "BucketUnreachableError",
     "BucketWeightTransfer",
-    "CheckpointError",
-    "CodecError",
-    "ConfigError",
-    "DeltaWeightSyncError",
-    "FencedError",
-    "FolderError",
     "FollowedVersion",
-    "KeyFormatError",
     "Manifest",
-    "MissingExtraError",
-    "NoVersionError",
-    "ObjectMissingError",
-    "PeerError",
-    "ProtocolError",
     "Publisher",
-    "RolloutError",
     "RunReader",
-    "SignatureError",
-    "StateError",
     "__version__",
     "follow",
     "open_bucket",

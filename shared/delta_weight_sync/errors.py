@@ -7,6 +7,28 @@ that crosses process boundaries. A class that sets no `kind` has that of its bas
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
+# What `delta_weight_sync` exports. The other errors are raised and handled inside of the library.
+__all__ = [
+    "AccessDeniedError",
+    "BucketError",
+    "BucketMissingError",
+    "BucketUnreachableError",
+    "CheckpointError",
+    "CodecError",
+    "ConfigError",
+    "DeltaWeightSyncError",
+    "FencedError",
+    "FolderError",
+    "KeyFormatError",
+    "MissingExtraError",
+    "NoVersionError",
+    "ObjectMissingError",
+    "PeerError",
+    "ProtocolError",
+    "RolloutError",
+    "SignatureError",
+    "StateError",
+]
 _LONGEST: Final = 4000  # characters of a message
 
 

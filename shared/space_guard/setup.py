@@ -6,6 +6,7 @@ which names each variable and secret, its purpose, and where to set it.
 
 import os
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -23,7 +24,6 @@ from space_guard.requests import FRAMING
 
 Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 
-NEW_KEY = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _WHERE = "Settings → Variables and secrets"
 _PAGE = Template(Path(__file__).with_name("setup.html").read_text())
 _POLICY = {"content-security-policy": f"default-src 'none'; style-src 'unsafe-inline'; {FRAMING}"}
@@ -102,13 +102,14 @@ class Need:
     example: str = ""
 
 
-@dataclass(frozen=True)
 class Setup:
     """How one Space explains its setup."""
 
-    space: str  # the kind of Space, for the title
-    then: str  # what the Space shows when it is set up
-    needs: Mapping[str, Need]
+    def __init__(self, space: str, then: str, needs: Path) -> None:
+        """`space`: the kind of Space, for the title. `then`: what it shows when it is set up. `needs`: a file
+        with a table for each variable and secret."""
+        self.space, self.then = space, then
+        self.needs = {name: Need(**need) for name, need in tomllib.loads(needs.read_text()).items()}
 
     def sentence(self, problems: Problems) -> str:
         return f"This Space is not set up. Open its {_WHERE}: {listed(problems)}."

@@ -39,37 +39,34 @@ _LONGEST = 1 << 12  # bytes; longer headers are left out, because common clients
 _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices per prompt of an HTTP request
 
 
-class VersionHeaders:
-    """ASGI middleware that refuses what needs newer weights, and adds the headers when a response begins.
+def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
+    """ASGI middleware: refuses what needs newer weights, and adds the headers when a response begins.
 
     A streamed response begins before its versions are known. Its headers name only the version served when
     the request came. Its tokens are of this version or newer, unless the owner goes back to an older one.
+
+    `serving` returns the version whose weights are live, or None before the first.
     """
+    if compat.examine("vllm").works("labels"):
+        AsyncLLM.generate = _generate
 
-    def __init__(self, app: Any, serving: Callable[[], Manifest | None]) -> None:
-        """`serving` returns the version whose weights are live, or None before the first."""
-        if compat.examine("vllm").works("labels"):
-            AsyncLLM.generate = _generate
-        self._app, self._serving = app, serving
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request."""
+    async def answer(scope: Any, receive: Any, send: Any) -> Any:
         if scope["type"] != "http" or not scope["path"].startswith(_PATHS):
-            await self._app(scope, receive, send)
-            return
-        serving, prompts = self._serving(), list[Choices]()
+            return await app(scope, receive, send)
+        live, prompts = serving(), list[Choices]()
         asked = dict(scope["headers"]).get(MIN_SYNC.encode())
-        if asked and (refusal := _refusal(asked, serving)):
-            await refusal(scope, receive, send)
-            return
+        if asked and (refusal := _refusal(asked, live)):
+            return await refusal(scope, receive, send)
         _prompts.set(prompts)
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *_headers(prompts, serving)]}
+                message = {**message, "headers": [*message["headers"], *_headers(prompts, live)]}
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        return await app(scope, receive, send_with_headers)
+
+    return answer
 
 
 def _refusal(asked: bytes, serving: Manifest | None) -> JSONResponse | None:

@@ -6,33 +6,22 @@ Sums are float32, and results are rounded once, to nearest. (vLLM's own kernel t
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import carray, njit
 
+from delta_weight_sync.util import kernel
 from delta_weight_sync.vllm.memory import pointer
 
-_INT16, _INT32 = ir.IntType(16), ir.IntType(32)
+
+@kernel
+def _widen(bits: Any) -> Any:
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
-@intrinsic
-def _widen(typing: Any, bits: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        upper = builder.shl(builder.zext(values[0], _INT32), ir.Constant(_INT32, 16))
-        return builder.bitcast(upper, ir.FloatType())
-
-    return types.float32(types.uint16), emit
-
-
-@intrinsic
-def _rounded(typing: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        bits, half = builder.bitcast(values[0], _INT32), ir.Constant(_INT32, 0x7FFF)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(_INT32, 16)), ir.Constant(_INT32, 1))
-        up = builder.add(bits, builder.add(half, odd))
-        return builder.trunc(builder.lshr(up, ir.Constant(_INT32, 16)), _INT16)
-
-    return types.uint16(types.float32), emit
+@kernel
+def _rounded(value: Any) -> Any:
+    bits = np.float32(value).view(np.uint32)
+    odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
 # Sums may be reordered: otherwise the compiler could not use vector instructions.

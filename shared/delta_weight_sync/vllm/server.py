@@ -19,8 +19,8 @@ import os
 import re
 import socket
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -33,7 +33,7 @@ from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.engine import Engine
-from delta_weight_sync.vllm.follower import Follower
+from delta_weight_sync.vllm.follower import Commands, Follower
 
 PREFIX = "DELTA_WEIGHT_SYNC_"
 _log = logging.getLogger("delta_weight_sync")
@@ -99,10 +99,10 @@ class Endpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the version headers, and if there is a run to follow, the routes."""
-        from delta_weight_sync.vllm._version_headers import VersionHeaders  # imports vLLM
+        from delta_weight_sync.vllm._version_headers import version_headers  # imports vLLM
 
         app.add_middleware(
-            VersionHeaders, serving=lambda: getattr(getattr(app.state, "follower", None), "serving", None)
+            version_headers, serving=lambda: getattr(getattr(app.state, "follower", None), "serving", None)
         )
         if f"{PREFIX}RUN" in os.environ:
             settings = settings_from(os.environ)
@@ -131,6 +131,16 @@ class Endpoint:
         state.follower.start()
 
 
+async def _follower(request: Request) -> Follower:
+    follower: Follower | None = getattr(request.app.state, "follower", None)
+    if follower is None:
+        raise HTTPException(503, "another process of this server follows the run: repeat the request")
+    return follower
+
+
+_Running = Annotated[Follower, Depends(_follower)]
+
+
 def _router(key: str) -> APIRouter:
     def only_with_key(request: Request) -> None:
         if not hmac.compare_digest(key.encode(), request.headers.get(_KEY_HEADER, "").encode()):
@@ -140,47 +150,33 @@ def _router(key: str) -> APIRouter:
     router, owner = APIRouter(), APIRouter(dependencies=[Depends(only_with_key)])
 
     @router.get("/status")
-    async def status(request: Request, after: int = -1) -> ReplicaReport:
+    async def status(follower: _Running, after: int = -1) -> ReplicaReport:
         """Return version, digest and state, and the commits of versions after `after`."""
-        return _follower(request).report(after)
+        return follower.report(after)
 
     # After the first few, any number of pokes causes one look per poll interval. But all replicas of a Hub
     # account share one request quota, so pokes need the key if there is one.
     @router.post("/poke", dependencies=owner.dependencies if key else [])
-    async def poke(request: Request) -> None:
+    async def poke(follower: _Running) -> None:
         """Look for a new version now."""
-        _follower(request).poke()
+        follower.poke()
 
-    @owner.post("/pause")
-    async def pause(request: Request) -> None:
-        """Stay at the version that is being served."""
-        _follower(request).commands.pause()
+    def add(command: Callable[[Commands], None]) -> None:
+        @owner.post(f"/{command.__name__}", name=command.__name__, description=command.__doc__)
+        async def obey(follower: _Running) -> None:
+            command(follower.commands)
 
-    @owner.post("/resume")
-    async def resume(request: Request) -> None:
-        """Follow the newest version again."""
-        _follower(request).commands.resume()
-
-    @owner.post("/heal")
-    async def heal(request: Request) -> None:
-        """Compare all live weights with the published ones, and overwrite those that differ."""
-        _follower(request).commands.heal()
+    for command in (Commands.pause, Commands.resume, Commands.heal):
+        add(command)
 
     @owner.post("/pin")
-    async def pin(request: Request, version: int) -> None:
+    async def pin(follower: _Running, version: int) -> None:
         """Go to a version and stay there."""
         try:
-            await asyncio.to_thread(_follower(request).commands.pin, version)
+            await asyncio.to_thread(follower.commands.pin, version)
         except ProtocolError as error:
             raise HTTPException(404, str(error)) from None
 
     if key:
         router.include_router(owner)
     return router
-
-
-def _follower(request: Request) -> Follower:
-    follower: Follower | None = getattr(request.app.state, "follower", None)
-    if follower is None:
-        raise HTTPException(503, "another process of this server follows the run: repeat the request")
-    return follower

@@ -59,6 +59,11 @@ def version(view: RunView) -> int | None:
     return view.progress.version if view.progress else None
 
 
+def matching(view: RunView) -> list[bool | None]:
+    """For each replica, whether its bits are the published ones."""
+    return [view.progress.matches(replica.status) for replica in view.progress.replicas]
+
+
 def started(bucket: Bucket, run: str = "wordle", *, versions: int = 2, created_at: float = 1e9) -> WrittenRun:
     written = WrittenRun(bucket, run, created_at=created_at)
     for _ in range(versions + 1):
@@ -146,7 +151,7 @@ def test_digests_come_from_the_manifests(bucket: Bucket) -> None:
     written.log.close()
     progress = until(RunCache(bucket, "wordle"), lambda view: version(view) == 4).progress
     assert progress
-    assert {r.status.replica: r.digest_ok for r in progress.replicas} == {
+    assert {r.status.replica: progress.matches(r.status) for r in progress.replicas} == {
         "same": True,
         "late": True,
         "wrong": False,
@@ -173,7 +178,7 @@ def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) 
 
     def mine(view: RunView) -> tuple[int | None, str | None, bool | None]:
         (replica,) = view.progress.replicas
-        return replica.status.version, replica.status.error, replica.digest_ok
+        return replica.status.version, replica.status.error, view.progress.matches(replica.status)
 
     pauses.begun()
     first = cache.view()
@@ -290,11 +295,11 @@ def test_a_stale_read_of_head_does_not_move_the_page_back(bucket: Bucket) -> Non
     run.step()
     run.step()
     cache = RunCache(counted, None)
-    until(cache, lambda view: version(view) == 2 and all(r.digest_ok for r in view.progress.replicas))
+    until(cache, lambda view: version(view) == 2 and all(matching(view)))
     bucket.put(head, old)
     looked = counted.asked["stat"] + 10
     view = until(cache, lambda view: counted.asked["stat"] > looked)
-    assert (version(view), [replica.digest_ok for replica in view.progress.replicas]) == (2, [True])
+    assert (version(view), matching(view)) == (2, [True])
     run.close()
 
 

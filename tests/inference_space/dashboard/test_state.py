@@ -73,7 +73,7 @@ def test_bytes_are_counted_from_version_1_and_anchors_count_as_sent() -> None:
 def test_a_commit_moves_its_replica_and_costs_the_slowest() -> None:
     commits = commit("x", 1, lag_s=4, pause_ms=7), commit("y", 1, lag_s=2, pause_ms=9)
     run = progress(sync(1, 30), *commits, sync(2, 30))
-    assert [(r.status.replica, r.status.version, r.behind, r.lag_s) for r in run.replicas] == [
+    assert [(r.status.replica, r.status.version, run.behind(r.status), r.lag_s) for r in run.replicas] == [
         ("x", 1, 1, 4),
         ("y", 1, 1, 2),
     ]
@@ -96,9 +96,10 @@ def test_a_sync_on_the_clock_ends_with_the_last_replicas_commit() -> None:
 
 def test_what_a_replica_answers_replaces_what_was_known() -> None:
     down = status("x", None, state="down", error="no answer")
-    (x,) = progress(sync(1, 9), commit("x", 1), down).replicas
+    run = progress(sync(1, 9), commit("x", 1), down)
+    (x,) = run.replicas
     assert (x.status.state, x.status.version, x.status.error) == ("down", None, "no answer")
-    assert (x.behind, x.digest_ok) == (None, None)
+    assert (run.behind(x.status), run.matches(x.status)) == (None, None)
     assert math.isnan(x.versions[-1][1]), "the staircase breaks off where a replica serves nothing"
 
 
@@ -110,7 +111,8 @@ def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:
     assert now
     assert now.replicas[1] == before.replicas[1], "of other replicas the log tells"
     mine = now.replicas[0]
-    assert (mine.status.version, mine.status.error, mine.behind, mine.digest_ok) == (2, "disk full", 0, True)
+    assert (mine.status.version, mine.status.error) == (2, "disk full")
+    assert (now.behind(mine.status), now.matches(mine.status)) == (0, True)
     assert (mine.lag_s, mine.lags) == (before.replicas[0].lag_s, before.replicas[0].lags)
     assert mine.versions == (*before.replicas[0].versions, (now.last_t, 2))
     assert state.progress().replicas == before.replicas, "the run itself is as it was"
@@ -127,7 +129,7 @@ def test_replicas_and_the_trainer_are_compared_with_the_published_digest(
     state.digests |= {0: published, 1: published}
     run = state.progress()
     assert run
-    assert (run.replicas[0].digest_ok, run.done_ok) == (ok, ok)
+    assert (run.matches(run.replicas[0].status), run.matches(run.done)) == (ok, ok)
     state.add([sync(2, 9)])
     assert state.progress().done is None, "training went on"
 
@@ -152,7 +154,7 @@ def test_the_staircase_of_a_stuck_replica_reaches_into_the_window() -> None:
     run = progress(sync(1, 9), commit("stuck", 1), *(sync(n, 9) for n in range(2, 101)))
     assert run.trainer[-1] == (1000, 100)
     assert run.replicas[0].versions == ((run.trainer[0][0], 1),)
-    assert run.replicas[0].behind == 99
+    assert run.behind(run.replicas[0].status) == 99
 
 
 def test_a_long_curve_stays_short_and_loses_neither_its_spike_nor_its_end() -> None:
@@ -223,9 +225,8 @@ def test_the_first_reading_takes_each_segment_once(bucket: CountedBucket, view: 
     segments = -(-(1 + VERSIONS * 5) // SEGMENT)
     assert bucket.asked["get"] <= segments + 6, "every segment, run.json, HEAD, and the newest manifest"
     assert view.progress
-    assert [(replica.status.version, replica.digest_ok) for replica in view.progress.replicas] == [
-        (VERSIONS, True)
-    ] * 3
+    served = [replica.status for replica in view.progress.replicas]
+    assert [(one.version, view.progress.matches(one)) for one in served] == [(VERSIONS, True)] * 3
     assert "v10000 serving on 3/3 replicas" in render(view)
 
 
