@@ -40,7 +40,8 @@ UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sy
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
 _MIN_SYNC = "X-Policy-Min-Sync"  # a replica with older weights refuses the request
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _CONNECT_S = 1.0, 10.0, 20.0
+_REST_S = 2.0  # in which a replica that failed gets no request
+_CONNECT_S = 20.0
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
@@ -63,8 +64,7 @@ class Router:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._busy = Counter[str]()  # conversations at each replica
-        self._pause_s = defaultdict[str, float](float)  # of a replica that failed; 0 after an answer
-        self._until = defaultdict[str, float](float)  # when the pause ends
+        self._until = defaultdict[str, float](float)  # when a replica that failed may be asked again
 
     def choose(self, now: str, failed: bool = False) -> tuple[str, float]:
         """The replica for the next request of a conversation, and in how many seconds to send the request.
@@ -72,18 +72,14 @@ class Router:
         `now` is the replica of the last request ("" for the first one), and `failed` whether it failed.
         """
         clock, urls = time.monotonic(), self._fleet.urls()
-        if failed and self._until[now] <= clock:  # of several requests that fail together, one counts
-            self._pause_s[now] = min(max(_SHORTEST_PAUSE_S, 2 * self._pause_s[now]), _LONGEST_PAUSE_S)
-            self._until[now] = clock + self._pause_s[now]
+        if failed:
+            self._until[now] = clock + _REST_S
         if now in urls and self._until[now] <= clock:
             return now, 0.0
         self._busy[now] -= 1
         found = min(urls, key=lambda url: (max(self._until[url], clock), self._busy[url], random.random()))
         self._busy[found] += 1
         return found, max(0.0, self._until[found] - clock)
-
-    def answered(self, url: str) -> None:
-        self._pause_s.pop(url, None)
 
     def ended(self, url: str) -> None:
         """The conversation at this replica has ended."""
@@ -203,7 +199,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             await asyncio.sleep(wait_s)
             url = conversation.replica
             try:
-                answer = await self._request(f"{url}{path}", payload, timeout)
+                return await self._request(f"{url}{path}", payload, timeout)
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
                 # Other statuses may come from a replica that is waking up, or whose weights are too old.
@@ -213,9 +209,6 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                     raise SpacesUnavailableError(f"{url} does not answer: {error}") from error
                 self._counters["rollout/vllm_retry_total"] += 1
                 failed = True
-            else:
-                self._router.answered(url)
-                return answer
 
     async def _request(self, url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
         # A replica with older weights would only make samples that the trainer drops.

@@ -138,21 +138,16 @@ def test_no_game_is_lost_or_doubled_while_two_replicas_die_and_two_come(players,
     assert all(player.turns["first"] for player in players)
 
 
-def test_a_replica_that_fails_rests_longer_and_longer(monkeypatch):
+def test_a_replica_that_fails_rests_and_is_asked_again_if_there_is_no_other(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("trainer.rollouts.time.monotonic", lambda: clock[0])
     router = Router(Fleet(["http://a"]))
-    waits = []
     url, wait_s = router.choose("")
-    for _ in range(6):
-        clock[0] += wait_s
-        url, wait_s = router.choose(url, failed=True)
-        assert router.choose("http://a", failed=True)[1] == wait_s, "failures at the same time count once"
-        waits.append(wait_s)
-    assert waits == [1, 2, 4, 8, 10, 10]
-    clock[0] += wait_s
-    router.answered(url)
-    assert router.choose(url, failed=True) == (url, 1)
+    assert wait_s == 0
+    for _ in range(3):
+        assert router.choose(url, failed=True) == ("http://a", 2)
+        clock[0] += 2
+    assert router.choose(url) == ("http://a", 0)
 
 
 def test_a_file_of_replicas_that_is_missing_or_empty_is_an_error_only_at_the_start(tmp_path):
