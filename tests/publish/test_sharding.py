@@ -2,8 +2,8 @@
 
 Each rank is a process with known weights and gradients. Layouts: `whole` parameters on each rank; `fsdp`; and
 `mesh`, two by two ranks with every kind of placement, and FSDP over tensor parallelism. With `+kernels` they
-are compared as on a GPU. A job is an encoding, or `resume`, which publishes the same in two lives. With
-`:<rank>:<sync>`, that rank fails there; with `:base`, version 0 is published before the model is sharded. A
+are compared as on a GPU. A job is an encoding, or `resume:<step>:<step>`, lives that end after these steps and
+publish the same. With `:<rank>:<sync>`, that rank fails there; with `:base`, version 0 is published before the model is sharded. A
 job's result is the digest of the live weights, or the error that ended it.
 """
 
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from delta_weight_sync import Publisher
 from delta_weight_sync.codec import Delta, apply
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.mirror import Mirror, Search
 from delta_weight_sync.publish.sharding import Shards
 from delta_weight_sync.reader import RunReader
@@ -63,7 +62,7 @@ def shard(model: Model, layout: str) -> None:
     """Spread the parameters over the ranks."""
     if layout == "fsdp":
         # FSDP refuses parameters that are not contiguous; each rank then has the whole one.
-        columns = {model.wide}
+        columns = set() if model.wide.shape[1] % dist.get_world_size() else {model.wide}  # nor odd columns
         fully_shard(model.rows)
         fully_shard(
             model,
@@ -130,14 +129,14 @@ def run(layout: str, folder: Path, job: str) -> str:
         return digest
 
 
-def resume(layout: str, folder: Path, **options: str) -> str:
-    """As `run`, by a trainer that ends after step 3, with a state of step 2, and one that resumes."""
-    for last in (3, STEPS):
-        torch.manual_seed(last - 3)  # the second life begins with other weights
+def resume(layout: str, folder: Path, *lasts: int) -> str:
+    """As `run`, by trainers that end after a step each and resume from the newest state, of an even step."""
+    for last in lasts:
+        torch.manual_seed(last % 3)  # the first life ends after step 3, and others begin with other weights
         model = Model()
         shard(model, layout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        with _publisher(folder, state_minutes=0, **options) as publisher:
+        with _publisher(folder, state_minutes=0) as publisher:
             digest = _live(publisher, model, optimizer, last)
     return digest
 
@@ -193,8 +192,11 @@ def _rank(rank: int, folder: Path, layout: str, jobs: list[str]) -> None:
         results = stack.enter_context((folder / f"results-{rank}").open("w"))
         for job in jobs:
             try:
-                work = resume(layout, folder / job) if job == "resume" else run(layout, folder / job, job)
-                print(work, file=results)
+                name, *lasts = job.split(":")
+                if name == "resume":
+                    print(resume(layout, folder / name, *map(int, lasts)), file=results)
+                else:
+                    print(run(layout, folder / job, job), file=results)
             except Exception as error:  # noqa: BLE001 - the test reads it
                 print(f"{type(error).__name__}: {error}", file=results)
 
@@ -225,10 +227,10 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
     which comes once.
     """
     alone = {level: run("whole", tmp_path / "alone" / level, level) for level in ("fast", "small")}
-    jobs = {"fast": "fast", "small": "small", "fast:base": "fast", "resume": "fast"}
+    jobs = {"fast": "fast", "small": "small", "fast:base": "fast", "resume:3:4": "fast"}
     assert spawn(size, layout, tmp_path, [*jobs]) == [[alone[encoding] for encoding in jobs.values()]] * size
     for job, encoding in jobs.items():
-        versions = published(tmp_path / job)
+        versions = published(tmp_path / job.replace(":3:4", ""))
         assert [version for version, *_ in versions] == [0, 1, 2, 3, 4]
         assert versions == published(tmp_path / "alone" / encoding)
     states = open_bucket((tmp_path / "resume" / "bucket").as_uri()).list("runs/run/state/")
@@ -236,8 +238,39 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
     objects = [info.key.rpartition("/")[0] for info in states if not info.key.endswith(".json")]
     assert sorted(objects) == sorted([*folders] * size)
     assert len(folders) == 2
-    with pytest.raises(StateError, match=f"saved by {size} processes, and now there are 1"):
-        resume("whole", tmp_path / "resume")
+    assert_restores(tmp_path / "resume")
+
+
+@pytest.mark.full
+def test_any_number_of_ranks_resumes(tmp_path):
+    """One rank, then two, then three, then one. They divide other dimensions; some have no part of a tensor."""
+    digests = [resume("whole", tmp_path / "resume", 3)]
+    for size in (2, 3):
+        digests += sum(spawn(size, "fsdp", tmp_path, ["resume:4"]), [])
+    undisturbed = run("whole", tmp_path / "alone", "fast")
+    assert digests[1:] == [undisturbed] * 5
+    assert published(tmp_path / "resume") == published(tmp_path / "alone")
+    assert_restores(tmp_path / "resume")
+
+
+def assert_restores(folder: Path) -> None:
+    """One process restores the weights and moments that it would have after all steps, bit for bit."""
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = Model()
+        models.append((model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)))
+    for number in range(STEPS):
+        step(*models[0], number)
+    with _publisher(folder) as publisher:
+        assert publisher.restore(models[1][0].named_parameters(), models[1][1]) == {"step": STEPS}
+    states = [dict(model.named_parameters()) for model, _ in models]
+    for state, (model, optimizer) in zip(states, models, strict=True):
+        for name, parameter in model.named_parameters():
+            state |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
 
 
 @pytest.mark.full
