@@ -2,9 +2,9 @@
 
 Each rank is a process with known weights and gradients. Layouts: `whole` parameters on each rank; `fsdp`; and
 `mesh`, two by two ranks with every kind of placement, and FSDP over tensor parallelism. With `+kernels` they
-are compared as on a GPU. A job is an encoding, or `resume:<step>:<step>`, lives that end after these steps and
-publish the same. With `:<rank>:<sync>`, that rank fails there; with `:base`, version 0 is published before the model is sharded. A
-job's result is the digest of the live weights, or the error that ended it.
+are compared as on a GPU. A job is an encoding, or `resume:3:4`, which publishes the same in lives that end
+after steps 3 and 4. With `:<rank>:<sync>`, that rank fails there; with `:base`, version 0 is published before
+the model is sharded. A job's result is the digest of the live weights, or the error that ended it.
 """
 
 import contextlib
@@ -142,7 +142,11 @@ def resume(layout: str, folder: Path, *lasts: int) -> str:
 
 
 def _live(publisher: Publisher, model: Model, optimizer: torch.optim.Optimizer, last: int) -> str:
+    publisher.find_state()
+    found = publisher._found
     done = publisher.restore(model.named_parameters(), optimizer)
+    if found and dist.is_initialized() and len(found.record.ranks) == dist.get_world_size():
+        assert found._files.keys() == {0, dist.get_rank()}, "it reads no object of another rank"
     for number in range(done["step"] if done else 0, last + 1):
         publisher.publish(model.named_parameters(), number + 1 if _is_main() else 1)  # as TRL's ranks count
         publisher.flush()
@@ -243,12 +247,11 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
 
 @pytest.mark.full
 def test_any_number_of_ranks_resumes(tmp_path):
-    """One rank, then two, then three, then one. They divide other dimensions; some have no part of a tensor."""
-    digests = [resume("whole", tmp_path / "resume", 3)]
-    for size in (2, 3):
-        digests += sum(spawn(size, "fsdp", tmp_path, ["resume:4"]), [])
+    """One rank, then two, then three, then one. Three divide other dimensions, and some hold no part."""
+    resume("whole", tmp_path / "resume", 3)
     undisturbed = run("whole", tmp_path / "alone", "fast")
-    assert digests[1:] == [undisturbed] * 5
+    for size in (2, 3):
+        assert spawn(size, "fsdp", tmp_path, ["resume:4"]) == [[undisturbed]] * size
     assert published(tmp_path / "resume") == published(tmp_path / "alone")
     assert_restores(tmp_path / "resume")
 
@@ -264,13 +267,21 @@ def assert_restores(folder: Path) -> None:
         step(*models[0], number)
     with _publisher(folder) as publisher:
         assert publisher.restore(models[1][0].named_parameters(), models[1][1]) == {"step": STEPS}
-    states = [dict(model.named_parameters()) for model, _ in models]
-    for state, (model, optimizer) in zip(states, models, strict=True):
-        for name, parameter in model.named_parameters():
-            state |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
-    assert states[0].keys() == states[1].keys()
-    for name, tensor in states[0].items():
-        assert torch.equal(tensor, states[1][name]), name
+    expected, restored = (
+        {(name, key): value for name, p in model.named_parameters() for key, value in state_of(optimizer, p)}
+        for model, optimizer in models
+    )
+    assert expected.keys() == restored.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, restored[name]), name
+    damaged = max((folder / "bucket").glob("runs/run/state/*/*"))  # of the newest state, the last rank's
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with _publisher(folder) as publisher:
+        assert publisher.restore(models[1][0].named_parameters(), models[1][1]) == {"step": STEPS - 2}
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return [("weight", parameter), *optimizer.state[parameter].items()]
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """A trainer that stops anywhere resumes and publishes the same versions, bit for bit."""
 
 import contextlib
+import hashlib
 import json
 import random
 import time
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.outbox import RepeatedSyncs
+from delta_weight_sync.records import FileRef
 from delta_weight_sync.resume import _state
 from delta_weight_sync.resume._state import StateRecord
+from delta_weight_sync.resume.contents import put_random_state, take_random_state
 from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.signing import new_pair
 from delta_weight_sync.store import open_bucket
@@ -192,13 +196,19 @@ def test_a_run_with_a_first_version_and_no_state_begins_again(url, base, undistu
 
 def test_another_trainer_is_refused_with_what_differs(url, base):
     life(url, base, 2)
-    with pytest.raises(StateError, match=r"initial_lr was \[0\.01\] when the state was saved and is \[0\.1\]"):
+    with pytest.raises(
+        StateError, match=r"initial_lr was \[0\.01\] when the state was saved and is \[0\.1\]"
+    ):
         life(url, base, 3, lr=0.1)
-    with pytest.raises(StateError, match=r"1\.bias was torch.bfloat16 \[40\] when .* is torch.bfloat16 \[41\]"):
+    with pytest.raises(
+        StateError, match=r"1\.bias was torch.bfloat16 \[40\] when .* is torch.bfloat16 \[41\]"
+    ):
         life(url, base, 3, wide=41)
     with contextlib.closing(Loop(url, base)) as loop:
         loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-2)
-        with pytest.raises(StateError, match="the trainer's optimizer was AdamW when the state was saved and is SGD"):
+        with pytest.raises(
+            StateError, match="the trainer's optimizer was AdamW when the state was saved and is SGD"
+        ):
             loop.restore()
         loop.model.double()
         with pytest.raises(StateError, match=r"0\.weight was torch.float32 .* and is torch.float64"):
@@ -263,6 +273,46 @@ def test_weights_that_no_version_holds_are_restored_in_full(url, base):
         assert publisher.restore(blank.items(), optimizer) == {}
     for name, tensor in (weights | apart).items():
         assert torch.equal(blank[name], tensor), name
+
+
+def test_a_state_of_other_weights_than_its_versions_is_refused(url, base):
+    """Whatever else it holds."""
+    weights, apart = {"w": torch.ones(4)}, {"own": torch.ones(3)}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights.items())
+        weights["w"] += 1
+        publisher.save_state((weights | apart).items(), optimizer)
+    with Publisher(url, base) as publisher, pytest.raises(StateError, match="had changed since version 0"):
+        publisher.restore((weights | apart).items(), optimizer)
+
+
+def test_a_state_of_an_earlier_release_is_skipped(url, base, caplog):
+    life(url, base, 1)
+    bucket = open_bucket(url.partition("#")[0])
+    for info in bucket.list("runs/run/state/"):
+        if info.key.endswith(".json"):
+            record = StateRecord.model_validate_json(bucket.get(info.key))
+            bucket.put(
+                info.key.replace(".json", "/rank-0.safetensors"), data := save({"low/w": torch.ones(1)})
+            )
+            ref = FileRef(key=record.ranks[0].key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+            fields = record.model_dump(exclude={"seal", "ranks"})
+            bucket.put(info.key, StateRecord(**fields, ranks=(ref,)).to_bytes())
+    with pytest.raises(StateError, match="no state to resume from: start again from the base"):
+        life(url, base, 2)
+    assert "of version 0: it is damaged, or of an earlier release" in caplog.text
+
+
+def test_a_rank_without_a_predecessor_draws_numbers_of_its_own():
+    def draws(branch: int) -> tuple[float, float, float]:
+        put_random_state(*saved, branch)
+        return torch.rand(()).item(), np.random.rand(), random.random()
+
+    saved = take_random_state()
+    drawn = [draws(branch) for branch in (0, 1, 2, 0, 1)]
+    assert drawn[:2] == drawn[3:], "a repetition draws the same"
+    assert all(len(set(numbers)) == 3 for numbers in zip(*drawn, strict=True))
 
 
 def test_a_value_that_cannot_be_saved_is_refused(url, base):

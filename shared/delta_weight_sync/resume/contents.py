@@ -22,9 +22,9 @@ from delta_weight_sync.records import Record
 _FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _INTEGERS = torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 _DTYPES = {str(dtype): dtype for dtype in _FLOATS + _INTEGERS}  # what a state can hold
-_HOST, _DEVICE = "random/torch", "random/device"
 Tensors = dict[str, torch.Tensor]
 Others = Mapping[str, Stateful]
+Fill = Callable[[str, torch.Tensor], None]
 
 
 class Held(NamedTuple):
@@ -65,16 +65,10 @@ def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> 
     return tensors, Note(ranks=[held], setup=setup, values=values, others=states, random=numbers)
 
 
-def put(
-    note: Note,
-    fill: Callable[[str, torch.Tensor], None],
-    live: Tensors,
-    optimizer: Optimizer,
-    others: Others,
-) -> None:
-    """Restore all but the random numbers. `fill` fills this rank's part of a tensor of the state.
+def put(note: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others) -> None:
+    """Restore all but the random numbers. Raises `StateError` if the state does not fit this trainer.
 
-    Raises `StateError` if the state does not fit this trainer.
+    `fill` takes a tensor's name in the state, and fills this rank's part of the tensor.
     """
     for part, now in _setup(live, optimizer, others).items():
         then = note.setup[part]
@@ -95,10 +89,11 @@ def put(
     for entry, held in note.ranks[0].items():
         if entry.startswith("optimizer/"):
             _, number, key = entry.split("/", 2)
-            parameter, dtype = parameters[number], _DTYPES[held.dtype]
-            moment = torch.empty_like(parameter, dtype=dtype)
-            if held.shape != parameter.shape:
-                device = "cpu" if held.on_host and not held.shape else moment.device
+            parameter, dtype, scalar = parameters[number], _DTYPES[held.dtype], not held.shape
+            if held.shape == parameter.shape and not scalar:
+                moment = torch.empty_like(parameter, dtype=dtype)
+            else:
+                device = "cpu" if held.on_host and scalar else parameter.device
                 moment = torch.empty(held.shape, dtype=dtype, device=device)
             fill(entry, moment)
             optimizer.state[parameter][key] = moment
@@ -111,9 +106,9 @@ def put(
 
 def take_random_state() -> tuple[Tensors, dict[str, Any]]:
     """Return the states of all random generators (python, numpy, torch, its GPU): tensors, and JSON."""
-    tensors = {_HOST: torch.random.get_rng_state()}
+    tensors = {"random/torch": torch.random.get_rng_state()}
     if torch.cuda.is_available():
-        tensors[_DEVICE] = torch.cuda.get_rng_state()
+        tensors["random/device"] = torch.cuda.get_rng_state()
     kind, keys, *rest = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
     return tensors, {"python": [version, numbers, gauss], "numpy": [kind, np.asarray(keys).tolist(), *rest]}
@@ -128,9 +123,9 @@ def put_random_state(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = note["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    torch.random.set_rng_state(tensors[_HOST])
-    if _DEVICE in tensors:
-        torch.cuda.set_rng_state(tensors[_DEVICE])
+    torch.random.set_rng_state(tensors["random/torch"])
+    if "random/device" in tensors:
+        torch.cuda.set_rng_state(tensors["random/device"])
     if branch:
         seed = int(torch.randint(1 << 62, ())) + branch
         torch.manual_seed(seed)
