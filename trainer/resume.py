@@ -36,7 +36,7 @@ class Restore(TrainerCallback):
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
-        self._random_state: tuple[Any, Any] | None = None
+        self._random_state: dict[str, Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._publisher.resumed_from:
@@ -46,7 +46,7 @@ class Restore(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._random_state:
-            put_random_state(*self._random_state)
+            put_random_state(self._random_state)
             self._random_state = None
 
 

@@ -1,21 +1,18 @@
 """Trainer states in the bucket: saves them, finds them again, and restores them bit for bit.
 
 A state belongs to a version: it holds what the trainer needs to resume from that version. It has one object
-per rank and a small record. The record is written last, when the version and all objects are in the bucket:
+per rank and a record. The record is written last, when the version and all objects are in the bucket:
 
     runs/<run>/state/00000040.00000041.t1-3fa9c2d1.json                 for version 40, after sync 41
     runs/<run>/state/00000040.00000041.t1-3fa9c2d1/rank-0.safetensors   what rank 0 saves for that version
 
 Two states stay in the bucket: the newest, and the one before it in case an object of the newest is damaged.
-A rank saves its blocks of sharded (FSDP2) tensors, and its random numbers; the main rank also saves what all
-ranks hold whole. Each file lists the blocks of all ranks, so that any number of ranks can resume: each reads
-what overlaps its own blocks. The trainer's thread copies a state to host memory; a background thread writes
-the copy.
+The record lists the blocks of tensors in each object, so that any number of ranks can resume: each reads what
+overlaps its own blocks. The trainer's thread copies a state to host memory; a background thread writes it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
@@ -26,7 +23,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.optim import Optimizer
@@ -46,15 +43,23 @@ _log = logging.getLogger("delta_weight_sync")
 Snapshot = tuple[Tensors, Note]
 
 
+class RankFile(FileRef):
+    """An object with the tensors that a rank saved, and what else it saved."""
+
+    note: Note
+
+
 class StateRecord(Sealed):
     """One state: the version it belongs to, its objects, and the trainer's own `extra`."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     born: Time  # when the run began, as in its manifests
     version: Count
     digest: Digest  # of that version
     sync: Count  # the trainer's number of the sync
     created_at: Time  # unix seconds
-    ranks: Annotated[tuple[FileRef, ...], Field(min_length=1)]
+    ranks: Annotated[tuple[RankFile, ...], Field(min_length=1)]
     extra: dict[str, Any]
 
 
@@ -109,16 +114,14 @@ class StateSaver:
         if manifest is None:
             return
         tensors, note = snapshot
-        whole = note.model_copy(update={"ranks": self._peers.exchange(note.ranks[0])})
-        metadata = {"note": json.dumps(whole.model_dump())}
         name = self._reader.keys.state(manifest.version, sync, Writer(manifest.writer_term, manifest.writer))
         with Scratch() as folder:
-            save_file(tensors, path := folder / "state", metadata)
-            own_file = put_file(self._reader.bucket, path, f"{name}/rank-{self._peers.rank}.safetensors")
-        refs = self._peers.exchange(own_file)
+            save_file(tensors, path := folder / "state")
+            stored = put_file(self._reader.bucket, path, f"{name}/rank-{self._peers.rank}.safetensors")
+        ranks = self._peers.exchange(RankFile(**stored.model_dump(), note=note))
         if self._writer:
             same = manifest.model_dump(include={"run", "born", "version", "digest"})
-            record = StateRecord(**same, sync=sync, created_at=time.time(), ranks=tuple(refs), extra=extra)
+            record = StateRecord(**same, sync=sync, created_at=time.time(), ranks=tuple(ranks), extra=extra)
             self._reader.bucket.put(f"{name}.json", self._writer.signed(record).to_bytes())
             _prune(self._reader, name)
 
@@ -136,7 +139,7 @@ def _prune(reader: RunReader, newest: str) -> None:
 class FoundState:
     """A state to restore. Each rank downloads, and so checks, its share of the objects; later what it needs.
 
-    Raises `ProtocolError` for an object that is damaged or not part of a state.
+    Raises `ProtocolError` for an object that is damaged.
     """
 
     def __init__(self, reader: RunReader, record: StateRecord, peers: Peers, folder: Path) -> None:
@@ -145,29 +148,23 @@ class FoundState:
         size = len(record.ranks)
         for rank in range(peers.rank, size, peers.size):
             self._file(rank)
-        self._own = peers.rank if peers.rank < size else 0  # whose random numbers continue here
-        try:
-            note = json.loads((self._file(self._own).metadata() or {})["note"])
-            self._note = Note.model_validate(note)
-        except (LookupError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"it is damaged, or of an earlier release: {error}") from error
+        self._own = peers.rank if peers.rank < size else 0  # the rank whose random numbers continue here
 
     def restore(self, live: Tensors, optimizer: Optimizer, others: Others) -> None:
         """Restore the state, on every rank. Raises `StateError` if it does not fit this trainer."""
         with self._peers.fail_together(), torch.no_grad():
-            contents.put(self._note, self._fill, live, optimizer, others)
-            own = self._file(self._own)
-            random = {key: own.get_tensor(key) for key in own.keys() if key.startswith("random/")}  # noqa: SIM118
-            contents.put_random_state(random, self._note.random, self._peers.rank - self._own)
+            main, note = self.record.ranks[0].note, self.record.ranks[self._own].note
+            contents.put(note, main, self._fill, live, optimizer, others)
+            contents.put_random_state(note.random, self._peers.rank - self._own)
 
     def _fill(self, entry: str, tensor: torch.Tensor) -> None:
         """Fill this rank's block of a tensor from the objects that have parts of it."""
         own, block, missing = local(tensor), held_block(tensor), math.prod(held_block(tensor).extent)
-        saved = {rank: held[entry] for rank, held in enumerate(self._note.ranks) if entry in held}
-        copies = {(held.offset, held.extent): rank for rank, held in saved.items()}
-        if self._own in saved:
-            copies[saved[self._own].offset, saved[self._own].extent] = self._own
-        for (offset, extent), rank in copies.items():
+        saved = {}  # block -> the rank that saved it, the last one of several
+        for rank in (*range(len(self.record.ranks)), self._own):
+            if held := self.record.ranks[rank].note.held.get(entry):
+                saved[held.offset, held.extent] = rank
+        for (offset, extent), rank in saved.items():
             first = np.maximum(block.offset, offset)
             end = np.minimum(np.add(block.offset, block.extent), np.add(offset, extent))
             if (first < end).all():
@@ -223,7 +220,7 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
         try:
             records.append(reader.read(StateRecord, key))
         except (ProtocolError, ObjectMissingError) as error:
-            _log.warning("skipped a damaged trainer state: %s", error)
+            _log.warning("skipped a trainer state, damaged or of an earlier release: %s", error)
     oldest = min((record.version for record in records), default=None)
     later: list[Manifest] = []
     for manifest in reader.versions():

@@ -40,7 +40,7 @@ class Held(NamedTuple):
 class Note(Record):
     """What a rank saved besides tensors."""
 
-    ranks: list[dict[str, Held]]  # what each rank saved; rank 0, the main one, has a block of every tensor
+    held: dict[str, Held]  # the tensors; the main rank has at least a block of every one
     setup: dict[str, dict[str, Any]]
     values: dict[str, Any]  # of the optimizer's state, what is no tensor
     others: dict[str, Any]
@@ -49,8 +49,7 @@ class Note(Record):
 
 def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> tuple[Tensors, Note]:
     """Return copies on the host of what this rank saves. Raises `StateError` if a value cannot be saved."""
-    held, values = dict[str, Held](), dict[str, Any]()
-    tensors, numbers = take_random_state()
+    tensors, held, values = Tensors(), dict[str, Held](), dict[str, Any]()
     for entry, value, parameter in _entries(live, optimizer):
         if isinstance(value, torch.Tensor):
             _require_plain(entry, value, parameter)
@@ -62,13 +61,14 @@ def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> 
             values[entry] = _as_json(value, entry)
     states = {name: _as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
     setup = _setup(live, optimizer, others)
-    return tensors, Note(ranks=[held], setup=setup, values=values, others=states, random=numbers)
+    return tensors, Note(held=held, setup=setup, values=values, others=states, random=take_random_state())
 
 
-def put(note: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others) -> None:
-    """Restore all but the random numbers. Raises `StateError` if the state does not fit this trainer.
+def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others) -> None:
+    """Restore all but the random numbers from this rank's `note` and that of the `main` rank.
 
-    `fill` takes a tensor's name in the state, and fills this rank's part of the tensor.
+    `fill` gets a tensor's name in the state, and fills this rank's part of the tensor. Raises `StateError` if
+    the state does not fit this trainer.
     """
     for part, now in _setup(live, optimizer, others).items():
         then = note.setup[part]
@@ -86,7 +86,7 @@ def put(note: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Oth
             if key in group:  # JSON turned tuples into lists
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
     parameters = dict(_parameters(optimizer))
-    for entry, held in note.ranks[0].items():
+    for entry, held in main.held.items():
         if entry.startswith("optimizer/"):
             _, number, key = entry.split("/", 2)
             parameter, dtype, scalar = parameters[number], _DTYPES[held.dtype], not held.shape
@@ -104,28 +104,30 @@ def put(note: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Oth
         other.load_state_dict(note.others[name])
 
 
-def take_random_state() -> tuple[Tensors, dict[str, Any]]:
-    """Return the states of all random generators (python, numpy, torch, its GPU): tensors, and JSON."""
-    tensors = {"random/torch": torch.random.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["random/device"] = torch.cuda.get_rng_state()
+def take_random_state() -> dict[str, Any]:
+    """Return the states of all random generators (python, numpy, torch, its GPU) as JSON."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    version, numbers, gauss = random.getstate()
-    return tensors, {"python": [version, numbers, gauss], "numpy": [kind, np.asarray(keys).tolist(), *rest]}
+    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return {
+        "python": _as_json(random.getstate(), "python's random state"),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": [state.tolist() for state in (torch.get_rng_state(), *devices)],
+    }
 
 
-def put_random_state(tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any], branch: int = 0) -> None:
+def put_random_state(saved: Mapping[str, Any], branch: int = 0) -> None:
     """Continue the random numbers from where `take_random_state` was called.
 
     Each `branch` except 0 continues with numbers of its own: its number, plus the next random one, is a seed.
     """
-    version, numbers, gauss = note["python"]
+    version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = note["numpy"]
+    kind, keys, *rest = saved["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    torch.random.set_rng_state(tensors["random/torch"])
-    if "random/device" in tensors:
-        torch.cuda.set_rng_state(tensors["random/device"])
+    host, *devices = (torch.tensor(state, dtype=torch.uint8) for state in saved["torch"])
+    torch.set_rng_state(host)
+    for device in devices:
+        torch.cuda.set_rng_state(device)
     if branch:
         seed = int(torch.randint(1 << 62, ())) + branch
         torch.manual_seed(seed)
