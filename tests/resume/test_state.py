@@ -284,18 +284,6 @@ def test_a_state_of_other_weights_than_its_versions_is_refused(url, base):
         publisher.restore((weights | apart).items(), optimizer)
 
 
-def test_a_state_of_an_earlier_release_is_skipped(url, base, caplog):
-    life(url, base, 1)
-    bucket = open_bucket(url.partition("#")[0])
-    for key in (info.key for info in bucket.list("runs/run/state/") if info.key.endswith(".json")):
-        record = json.loads(bucket.get(key))
-        del record["ranks"][0]["note"]
-        bucket.put(key, json.dumps(record).encode())
-    with pytest.raises(StateError, match="no state to resume from: start again from the base"):
-        life(url, base, 2)
-    assert "skipped a trainer state, damaged or of an earlier release: " in caplog.text
-
-
 def test_a_rank_without_a_predecessor_draws_numbers_of_its_own():
     def draws(branch: int) -> tuple[float, float, float]:
         put_random_state(saved, branch)

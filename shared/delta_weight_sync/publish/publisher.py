@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import re
-import time
 from collections.abc import Callable, ItemsView, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +30,6 @@ from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import SIGNING_KEY, writer_keys
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.util import time_text
 
 __all__ = ["Publisher", "PublisherOptions", "checkpoint_weights"]
 DEFAULT_RUN = "main"
@@ -233,9 +231,8 @@ class Publisher:
     ) -> dict[str, Any] | None:
         """Resume from the newest state: put back what `save_state` saved, bit for bit.
 
-        That includes the random numbers of this process. Another number of ranks may have saved the state;
-        a rank that has no predecessor of its number draws new random numbers, seeded by those of rank 0.
-        Returns the `extra` of `save_state`; None, with nothing changed, for a new run.
+        That includes this process's random numbers; a rank without a predecessor gets a seed from those of
+        rank 0. Returns the `extra` of `save_state`; None, with nothing changed, for a new run.
 
         Raises:
             StateError: The state is of another model or optimizer, or there is none.
@@ -246,9 +243,9 @@ class Publisher:
         assert found is not None
         live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
+        # None are known if the newest version is damaged; the untrained weights are not known then, either.
         published = {name: tensor for name, tensor in live.items() if name in self._outbox.shapes}
-        # Without shapes, the newest version is damaged: the untrained weights are not known yet.
-        if self._outbox.shapes and self.digest(published.items()) != found.record.digest:
+        if published and self.digest(published.items()) != found.record.digest:
             raise errors.StateError(
                 f"the state was saved after the weights had changed since version {found.record.version}:"
                 " it cannot be restored; start again, and call `save_state` right after `publish`"
@@ -288,9 +285,7 @@ class Publisher:
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():
-            started = time.monotonic()
             snapshot = take(dict(checkpoint_weights(weights)), optimizer, others, main=self._peers.main)
-            _log.info("training waited %s for a copy of its state", time_text(time.monotonic() - started))
         first = self.resumed_from is None and self._saver.thread is None
         self._saver.save(snapshot, self.sync, extra or {})
         if first:

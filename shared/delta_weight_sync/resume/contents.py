@@ -5,7 +5,9 @@ Moments are restored here, because `Optimizer.load_state_dict` casts them to the
 """
 
 import json
+import logging
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,10 +20,12 @@ from torch.optim import Optimizer
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.sharding import held_block, local
 from delta_weight_sync.records import Record
+from delta_weight_sync.util import time_text
 
 _FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _INTEGERS = torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 _DTYPES = {str(dtype): dtype for dtype in _FLOATS + _INTEGERS}  # what a state can hold
+_log = logging.getLogger("delta_weight_sync")
 Tensors = dict[str, torch.Tensor]
 Others = Mapping[str, Stateful]
 Fill = Callable[[str, torch.Tensor], None]
@@ -49,6 +53,7 @@ class Note(Record):
 
 def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> tuple[Tensors, Note]:
     """Return copies on the host of what this rank saves. Raises `StateError` if a value cannot be saved."""
+    started = time.monotonic()
     tensors, held, values = Tensors(), dict[str, Held](), dict[str, Any]()
     for entry, value, parameter in _entries(live, optimizer):
         if isinstance(value, torch.Tensor):
@@ -60,8 +65,9 @@ def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> 
         else:
             values[entry] = _as_json(value, entry)
     states = {name: _as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
-    setup = _setup(live, optimizer, others)
-    return tensors, Note(held=held, setup=setup, values=values, others=states, random=take_random_state())
+    setup, numbers = _setup(live, optimizer, others), take_random_state()
+    _log.info("training waited %s for a copy of its state", time_text(time.monotonic() - started))
+    return tensors, Note(held=held, setup=setup, values=values, others=states, random=numbers)
 
 
 def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others) -> None:
