@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from delta_weight_sync import Publisher
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.resume import optimizer
+from delta_weight_sync.resume.contents import put_random_state, take_random_state
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress, live_weights
 
 
@@ -36,17 +36,17 @@ class Restore(TrainerCallback):
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
-        self._random_state: tuple[Any, Any] | None = None
+        self._random_state: dict[str, Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._publisher.resumed_from:
             weights = live_weights(kwargs["model"])
             self._publisher.restore(weights, kwargs["optimizer"], schedule=kwargs["lr_scheduler"])
-            self._random_state = optimizer.take_random_state()
+            self._random_state = take_random_state()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._random_state:
-            optimizer.put_random_state(*self._random_state)
+            put_random_state(self._random_state)
             self._random_state = None
 
 

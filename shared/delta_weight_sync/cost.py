@@ -106,7 +106,7 @@ TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed of two threads rel
 
 GPU_BYTES: Final = 80e9  # assumed: memory of one accelerator
 PER_MACHINE: Final = 8  # assumed: ranks, or workers, of one machine; they share its link
-STATE_BYTES: Final[dict[Trainer, float]] = {"fp32": 10.0, "fp32-start": 10.0, "bf16": 4.0}  # per weight
+STATE_BYTES: Final[dict[Trainer, float]] = {"fp32": 12.0, "fp32-start": 12.0, "bf16": 6.0}  # per weight
 STATE_MINUTES: Final = 5.0  # between two saved states, by default; they take at most a tenth of the link
 TRAINER_BYTES: Final = 16.0  # assumed per weight: fp32 weights, gradients and AdamW's two moments
 REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that for keys and values

@@ -62,10 +62,11 @@ def test_an_own_loop_publishes_a_version_per_step_and_goes_on_when_it_is_started
 
 @pytest.mark.full
 def test_the_same_loop_runs_under_torchrun(place, tmp_path):
-    """Each rank with its own shards; that it goes on, too, publish/test_sharding shows."""
+    """Each rank with its own shards; then one process resumes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     url = f"{(tmp_path / 'bucket').as_uri()}#run"
-    run(place, *torchrun, str(EXAMPLES / "own_loop.py"), "policy", url, "5")
+    run(place, *torchrun, str(EXAMPLES / "own_loop.py"), "policy", url, "3")
+    run(place, sys.executable, str(EXAMPLES / "own_loop.py"), "policy", url, "5")
     assert rebuilt(open_run(url), tmp_path / "rebuilt")[-1][1] == 5
 
 

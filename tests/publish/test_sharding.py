@@ -2,9 +2,9 @@
 
 Each rank is a process with known weights and gradients. Layouts: `whole` parameters on each rank; `fsdp`; and
 `mesh`, two by two ranks with every kind of placement, and FSDP over tensor parallelism. With `+kernels` they
-are compared as on a GPU. A job is an encoding, or `resume`, which publishes the same in two lives. With
-`:<rank>:<sync>`, that rank fails there; with `:base`, version 0 is published before the model is sharded. A
-job's result is the digest of the live weights, or the error that ended it.
+are compared as on a GPU. A job is an encoding, or `resume:3:4`, which publishes the same in lives that end
+after steps 3 and 4. With `:<rank>:<sync>`, that rank fails there; with `:base`, version 0 is published before
+the model is sharded. A job's result is the digest of the live weights, or the error that ended it.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from delta_weight_sync import Publisher
 from delta_weight_sync.codec import Delta, apply
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.mirror import Mirror, Search
 from delta_weight_sync.publish.sharding import Shards
 from delta_weight_sync.reader import RunReader
@@ -63,7 +62,7 @@ def shard(model: Model, layout: str) -> None:
     """Spread the parameters over the ranks."""
     if layout == "fsdp":
         # FSDP refuses parameters that are not contiguous; each rank then has the whole one.
-        columns = {model.wide}
+        columns = set() if model.wide.shape[1] % dist.get_world_size() else {model.wide}  # nor odd columns
         fully_shard(model.rows)
         fully_shard(
             model,
@@ -130,20 +129,24 @@ def run(layout: str, folder: Path, job: str) -> str:
         return digest
 
 
-def resume(layout: str, folder: Path, **options: str) -> str:
-    """As `run`, by a trainer that ends after step 3, with a state of step 2, and one that resumes."""
-    for last in (3, STEPS):
-        torch.manual_seed(last - 3)  # the second life begins with other weights
+def resume(layout: str, folder: Path, *lasts: int) -> str:
+    """As `run`, by trainers that end after a step each and resume from the newest state, of an even step."""
+    for last in lasts:
+        torch.manual_seed(last % 3)  # the first life ends after step 3, and others begin with other weights
         model = Model()
         shard(model, layout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        with _publisher(folder, state_minutes=0, **options) as publisher:
+        with _publisher(folder, state_minutes=0) as publisher:
             digest = _live(publisher, model, optimizer, last)
     return digest
 
 
 def _live(publisher: Publisher, model: Model, optimizer: torch.optim.Optimizer, last: int) -> str:
+    publisher.find_state()
+    found = publisher._found
     done = publisher.restore(model.named_parameters(), optimizer)
+    if found and dist.is_initialized() and len(found.record.ranks) == dist.get_world_size():
+        assert found._files.keys() == {0, dist.get_rank()}, "it reads no object of another rank"
     for number in range(done["step"] if done else 0, last + 1):
         publisher.publish(model.named_parameters(), number + 1 if _is_main() else 1)  # as TRL's ranks count
         publisher.flush()
@@ -193,8 +196,9 @@ def _rank(rank: int, folder: Path, layout: str, jobs: list[str]) -> None:
         results = stack.enter_context((folder / f"results-{rank}").open("w"))
         for job in jobs:
             try:
-                work = resume(layout, folder / job) if job == "resume" else run(layout, folder / job, job)
-                print(work, file=results)
+                name, *lasts = job.split(":")
+                resumes = name == "resume" and resume(layout, folder / job, *map(int, lasts))
+                print(resumes or run(layout, folder / job, job), file=results)
             except Exception as error:  # noqa: BLE001 - the test reads it
                 print(f"{type(error).__name__}: {error}", file=results)
 
@@ -225,19 +229,46 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
     which comes once.
     """
     alone = {level: run("whole", tmp_path / "alone" / level, level) for level in ("fast", "small")}
-    jobs = {"fast": "fast", "small": "small", "fast:base": "fast", "resume": "fast"}
+    jobs = {"fast": "fast", "small": "small", "fast:base": "fast", "resume:3:4": "fast"}
     assert spawn(size, layout, tmp_path, [*jobs]) == [[alone[encoding] for encoding in jobs.values()]] * size
     for job, encoding in jobs.items():
         versions = published(tmp_path / job)
         assert [version for version, *_ in versions] == [0, 1, 2, 3, 4]
         assert versions == published(tmp_path / "alone" / encoding)
-    states = open_bucket((tmp_path / "resume" / "bucket").as_uri()).list("runs/run/state/")
+    states = open_bucket((tmp_path / "resume:3:4" / "bucket").as_uri()).list("runs/run/state/")
     folders = {info.key.removesuffix(".json") for info in states if info.key.endswith(".json")}
     objects = [info.key.rpartition("/")[0] for info in states if not info.key.endswith(".json")]
     assert sorted(objects) == sorted([*folders] * size)
     assert len(folders) == 2
-    with pytest.raises(StateError, match=f"saved by {size} processes, and now there are 1"):
-        resume("whole", tmp_path / "resume")
+    assert_restores(tmp_path / "resume:3:4")
+
+
+@pytest.mark.full
+def test_any_number_of_ranks_resumes(tmp_path):
+    """One rank, then two, then three, then one. Three divide other dimensions, and some hold no part."""
+    resume("whole", tmp_path / "resume:4", 3)
+    undisturbed = run("whole", tmp_path / "alone", "fast")
+    for size in (2, 3):
+        assert spawn(size, "fsdp", tmp_path, ["resume:4"]) == [[undisturbed]] * size
+    assert published(tmp_path / "resume:4") == published(tmp_path / "alone")
+    assert_restores(tmp_path / "resume:4")
+
+
+def assert_restores(folder: Path) -> None:
+    """One process restores the weights and moments that it would have after all steps, bit for bit."""
+    torch.manual_seed(0)
+    models = model, restored = Model(), Model()
+    optimizer, other = (torch.optim.AdamW(each.parameters(), lr=1e-3, foreach=False) for each in models)
+    for number in range(STEPS):
+        step(model, optimizer, number)
+    with _publisher(folder) as publisher:
+        assert publisher.restore(restored.named_parameters(), other) == {"step": STEPS}
+    expected, found = model.state_dict() | optimizer.state_dict(), restored.state_dict() | other.state_dict()
+    torch.testing.assert_close(expected, found, rtol=0, atol=0)
+    damaged = max((folder / "bucket").glob("runs/run/state/*/*"))  # of the newest state, the last rank's
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with _publisher(folder) as publisher:
+        assert publisher.restore(restored.named_parameters(), other) == {"step": STEPS - 2}
 
 
 @pytest.mark.full

@@ -22,8 +22,8 @@ class Recorded:
 
     def __init__(self, steps: int, begun: Progress | None) -> None:
         ranks = int(os.environ.get("WORLD_SIZE", 1))
-        self._last = BATCH * ranks * (steps + 1)  # TRL looks a batch ahead
         self._first = begun.prompts if begun else 0
+        self._last = self._first + BATCH * ranks * (steps + 1)  # TRL looks a batch ahead
         assert not (begun and begun.later), "they were taken in order"
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()

@@ -1,13 +1,14 @@
 """`python -m trainer.train`: settings and run files, the end of training, learning rates, processes."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
@@ -167,7 +168,29 @@ def test_the_norms_may_learn_faster_than_the_matrices(buckets, tmp_path):
     assert [done.version for done in ends(buckets[1])] == [1, 2], "also after it was resumed"
 
 
-@contextmanager
+@pytest.mark.live
+def test_two_processes_resume_what_one_has_trained_and_one_what_two_have(buckets, base, tmp_path):
+    shutil.copytree(base.parent / "rated", tmp_path / "bucket")
+    url, work = (tmp_path / "bucket").as_uri(), "import sys; from pathlib import Path\n"
+    work += "from tests.support.trainer_lives import live\n"
+    work += "live(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), norm_learning_rate=0.05)"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for steps, size in ((3, 2), (4, 1)):
+        with contextlib.ExitStack() as stack:
+            ranks = []
+            for rank in range(size):
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+                env = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1"} | {key: str(n) for key, n in place.items()}
+                command = [sys.executable, "-c", work, str(base.parent), url, str(steps)]
+                ranks.append(stack.enter_context(subprocess.Popen(command, env=env)))
+                stack.callback(ranks[-1].kill)
+            assert [rank.wait(120.0) for rank in ranks] == [0] * size
+        assert [done.version for done in ends(url)][2:] == list(range(3, steps + 1))
+        assert len(next(usable_states(open_run(url)))[0].ranks) == size
+
+
+@contextlib.contextmanager
 def waiting_trainers(folder: Path, lives: int) -> Iterator[IO[str]]:
     """Trainers that wait for samples, one after the other; yields their output and that of their parent."""
     code = "import sys; from pathlib import Path; from tests.support.trainer_lives import wait_in_vain\n"

@@ -185,10 +185,6 @@ class Outbox:
                 f"{name}: shape changed from {self.shapes[name]} to {tuple(shape)}; start a new run for it"
             )
 
-    def bits(self, name: str) -> tuple[int, Bits | None]:
-        """The owner of a tensor, and on this rank the bits of the newest sync; None on other ranks."""
-        return self.owners[name], self.mirror.bits(name) if self.owners[name] == self._peers.rank else None
-
     def flush(self, timeout_s: float = 600.0) -> Manifest:
         """Wait until every sync is published; returns the newest manifest.
 
@@ -339,7 +335,8 @@ class Outbox:
     def _publish_whole(self, sync: int, started: float, created_at: float) -> None:
         """Publish a version that is an anchor: the mirrors, and the tensors that are not trained."""
         largest = max(self.shapes, key=lambda name: math.prod(self.shapes[name]))
-        owner, bits = self.bits(largest)
+        owner = self.owners[largest]
+        bits = self.mirror.bits(largest) if owner == self._peers.rank else None
         shared = self._peers.share(bits, self.shapes[largest], owner)
         self._spread(self._untrained(self.shapes, lambda _: shared) if self._untrained else ())
         self._lay_out()

@@ -24,7 +24,8 @@ from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.resume._state import FoundState, Snapshot, StateRecord, StateSaver, find_state
+from delta_weight_sync.resume._state import FoundState, StateRecord, StateSaver, find_state
+from delta_weight_sync.resume.contents import take
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import SIGNING_KEY, writer_keys
@@ -106,7 +107,7 @@ class Publisher:
         self.resumed_from: StateRecord | None = None
         self.log: RunLogWriter | None = None
         self._writer: RunWriter | None = None
-        self._begun, self._published = False, set[str]()  # names
+        self._begun = False
         self._continued = 0  # the newest version when the run was opened
         self._found: FoundState | None = None
         self._peers = peers or Peers()
@@ -218,7 +219,7 @@ class Publisher:
         published a second time. The first sync that differs is published. Every rank reads the bucket.
 
         Raises:
-            StateError: The run has versions after 0 but no state, or its state has another number of ranks.
+            StateError: The run has versions after 0 but no state.
         """
         folder = self._resources.enter_context(Scratch())
         self._found = find_state(self.reader, self._outbox, self._peers, folder)
@@ -230,11 +231,11 @@ class Publisher:
     ) -> dict[str, Any] | None:
         """Resume from the newest state: put back what `save_state` saved, bit for bit.
 
-        That includes the random numbers of this process. Returns the `extra` of `save_state`; None, with
-        nothing changed, for a new run.
+        That includes this process's random numbers; a rank without a predecessor gets a seed from those of
+        rank 0. Returns the `extra` of `save_state`; None, with nothing changed, for a new run.
 
         Raises:
-            StateError: The state is of another model, optimizer or number of ranks, or there is none.
+            StateError: The state is of another model or optimizer, or there is none.
         """
         if self._found is None and self.find_state() is None:
             return None
@@ -242,7 +243,9 @@ class Publisher:
         assert found is not None
         live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
-        if found.published_whole and self.digest(live.items()) != found.record.digest:
+        # None are known if the newest version is damaged; the untrained weights are not known then, either.
+        published = {name: tensor for name, tensor in live.items() if name in self._outbox.shapes}
+        if published and self.digest(published.items()) != found.record.digest:
             raise errors.StateError(
                 f"the state was saved after the weights had changed since version {found.record.version}:"
                 " it cannot be restored; start again, and call `save_state` right after `publish`"
@@ -282,8 +285,7 @@ class Publisher:
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():
-            live, main = checkpoint_weights(weights), self._peers.main
-            snapshot = Snapshot(live, self._published, optimizer, others, main=main)
+            snapshot = take(dict(checkpoint_weights(weights)), optimizer, others, main=self._peers.main)
         first = self.resumed_from is None and self._saver.thread is None
         self._saver.save(snapshot, self.sync, extra or {})
         if first:
@@ -343,7 +345,6 @@ class Publisher:
                 raise errors.CodecError(f"parameter {name} {why}: publish `model.named_parameters()`")
             names.add(name)
             yield name, tensor
-        self._published |= names
 
     def _whole(self, weights: Model) -> Weights:
         for name, tensor in self._named(weights):

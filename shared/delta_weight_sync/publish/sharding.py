@@ -66,7 +66,7 @@ def own_block(tensor: torch.Tensor, *, owner: bool) -> Block | None:
 
 
 def held_block(tensor: torch.Tensor) -> Block:
-    """The block of a parameter that this rank holds. The tensor must be whole or `is_block`."""
+    """The block of a tensor that this rank holds. The ranks' parts must not be partial sums."""
     if not isinstance(tensor, DTensor):
         return Block.whole(tensor.shape)
     return _block(tensor.shape, tensor.placements, tensor.device_mesh)[0]

@@ -1,0 +1,189 @@
+"""What a trainer state holds: weights, optimizer, random numbers, and the JSON of schedules and the like.
+
+Each rank saves its blocks of sharded (FSDP2) tensors; the main rank also saves what every rank holds whole.
+Moments are restored here, because `Optimizer.load_state_dict` casts them to the parameter's dtype.
+"""
+
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from delta_weight_sync.errors import StateError
+from delta_weight_sync.publish.sharding import held_block, local
+from delta_weight_sync.records import Record
+from delta_weight_sync.util import time_text
+
+_FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
+_INTEGERS = torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
+_DTYPES = {str(dtype): dtype for dtype in _FLOATS + _INTEGERS}  # what a state can hold
+_log = logging.getLogger("delta_weight_sync")
+Tensors = dict[str, torch.Tensor]
+Others = Mapping[str, Stateful]
+Fill = Callable[[str, torch.Tensor], None]
+
+
+class Held(NamedTuple):
+    """The block of a tensor that a rank saved."""
+
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    on_host: bool  # where the trainer had it
+
+
+class Note(Record):
+    """What a rank saved besides tensors."""
+
+    held: dict[str, Held]  # the tensors; the main rank has at least a block of every one
+    setup: dict[str, dict[str, Any]]
+    values: dict[str, Any]  # of the optimizer's state, what is no tensor
+    others: dict[str, Any]
+    random: dict[str, Any]
+
+
+def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> tuple[Tensors, Note]:
+    """Return copies on the host of what this rank saves. Raises `StateError` if a value cannot be saved."""
+    started = time.monotonic()
+    tensors, held, values = Tensors(), dict[str, Held](), dict[str, Any]()
+    for entry, value, parameter in _entries(live, optimizer):
+        if isinstance(value, torch.Tensor):
+            _require_plain(entry, value, parameter)
+            if main or isinstance(value, DTensor):
+                block, on_host = held_block(value), value.device.type == "cpu"
+                held[entry] = Held(str(value.dtype), block.shape, block.offset, block.extent, on_host)
+                tensors[entry] = local(value).to("cpu", copy=True, memory_format=torch.contiguous_format)
+        else:
+            values[entry] = _as_json(value, entry)
+    states = {name: _as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
+    setup, numbers = _setup(live, optimizer, others), take_random_state()
+    _log.info("training waited %s for a copy of its state", time_text(time.monotonic() - started))
+    return tensors, Note(held=held, setup=setup, values=values, others=states, random=numbers)
+
+
+def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others) -> None:
+    """Restore all but the random numbers from this rank's `note` and that of the `main` rank.
+
+    `fill` gets a tensor's name in the state, and fills this rank's part of the tensor. Raises `StateError` if
+    the state does not fit this trainer.
+    """
+    for part, now in _setup(live, optimizer, others).items():
+        then = note.setup[part]
+        for key in sorted((now.keys() | then.keys()) - {"lr"}):
+            was, is_now = then.get(key, "absent"), now.get(key, "absent")
+            if was != is_now:
+                raise StateError(
+                    f"the {part}'s {key} was {was} when the state was saved and is {is_now}: train with what"
+                    " was saved, or start again"
+                )
+    for name, tensor in live.items():
+        fill(f"weight/{name}", tensor)
+    for key, saved in note.setup["optimizer"].items():
+        for group, value in zip(optimizer.param_groups, saved, strict=True):
+            if key in group:  # JSON turned tuples into lists
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+    parameters = dict(_parameters(optimizer))
+    for entry, held in main.held.items():
+        if entry.startswith("optimizer/"):
+            _, number, key = entry.split("/", 2)
+            parameter, dtype, scalar = parameters[number], _DTYPES[held.dtype], not held.shape
+            if held.shape == parameter.shape and not scalar:
+                moment = torch.empty_like(parameter, dtype=dtype)
+            else:
+                device = "cpu" if held.on_host and scalar else parameter.device
+                moment = torch.empty(held.shape, dtype=dtype, device=device)
+            fill(entry, moment)
+            optimizer.state[parameter][key] = moment
+    for entry, value in note.values.items():
+        _, number, key = entry.split("/", 2)
+        optimizer.state[parameters[number]][key] = value
+    for name, other in others.items():
+        other.load_state_dict(note.others[name])
+
+
+def take_random_state() -> dict[str, Any]:
+    """Return the states of all random generators (python, numpy, torch, its GPU) as JSON."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return {
+        "python": _as_json(random.getstate(), "python's random state"),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": [state.tolist() for state in (torch.get_rng_state(), *devices)],
+    }
+
+
+def put_random_state(saved: Mapping[str, Any], branch: int = 0) -> None:
+    """Continue the random numbers from where `take_random_state` was called.
+
+    Each `branch` except 0 continues with numbers of its own: its number, plus the next random one, is a seed.
+    """
+    version, numbers, gauss = saved["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = saved["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    host, *devices = (torch.tensor(state, dtype=torch.uint8) for state in saved["torch"])
+    torch.set_rng_state(host)
+    for device in devices:
+        torch.cuda.set_rng_state(device)
+    if branch:
+        seed = int(torch.randint(1 << 62, ())) + branch
+        torch.manual_seed(seed)
+        np.random.seed(seed % (1 << 32))
+        random.seed(seed)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            yield f"{number}.{index}", parameter
+
+
+def _entries(live: Tensors, optimizer: Optimizer) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Yield weights and values of the optimizer's state: name in the state, value, parameter."""
+    for name, tensor in live.items():
+        yield f"weight/{name}", tensor, tensor
+    for number, parameter in _parameters(optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"optimizer/{number}/{key}", value, parameter
+
+
+def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dict[str, Any]]:
+    """Return what, learning rates aside, is the same in the trainer that saved a state and in the next."""
+    groups = optimizer.param_groups
+    keys = {key for group in groups for key in group if key != "params"}
+    trained = {f"parameter {number}": list(p.shape) for number, p in _parameters(optimizer)}
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__  # Accelerate wraps it
+    return {
+        "model": {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in live.items()},
+        "trainer": dict.fromkeys(others, "present") | {"optimizer": kind} | trained,
+        "optimizer": {key: _as_json([g.get(key) for g in groups], f"the optimizer's {key}") for key in keys},
+    }
+
+
+def _require_plain(entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        like = tensor.shape == parameter.shape and not any(p.is_partial() for p in tensor.placements)
+    else:
+        like = not isinstance(parameter, DTensor) or not tensor.dim()
+    known = type(tensor) in (torch.Tensor, torch.nn.Parameter, DTensor) and str(tensor.dtype) in _DTYPES
+    if not (known and like):
+        raise StateError(
+            f"{entry} is a {type(tensor).__name__} of {tensor.dtype}, which a state cannot hold; use an"
+            " optimizer that keeps plain tensors, sharded like the parameters, or train without states"
+        )
+
+
+def _as_json(value: Any, what: str) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise StateError(f"{what} cannot be saved in a state ({error}); train without states") from error
