@@ -7,8 +7,8 @@ per rank and a record. The record is written last, when the version and all obje
     runs/<run>/state/00000040.00000041.t1-3fa9c2d1/rank-0.safetensors   what rank 0 saves for that version
 
 Two states stay in the bucket: the newest, and the one before it in case an object of the newest is damaged.
-The record lists the blocks of tensors in each object, so that any number of ranks can resume: each reads what
-overlaps its own blocks. The trainer's thread copies a state to host memory; a background thread writes it.
+Each object lists its blocks of tensors, so that any number of ranks can resume: each reads what overlaps its
+own blocks. The trainer's thread copies a state to host memory; a background thread writes it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,6 @@ _log = logging.getLogger("delta_weight_sync")
 Snapshot = tuple[Tensors, Note]
 
 
-class RankFile(FileRef):
-    """An object with the tensors that a rank saved, and what else it saved."""
-
-    note: Note
-
-
 class StateRecord(Sealed):
     """One state: the version it belongs to, its objects, and the trainer's own `extra`."""
 
@@ -59,7 +53,7 @@ class StateRecord(Sealed):
     digest: Digest  # of that version
     sync: Count  # the trainer's number of the sync
     created_at: Time  # unix seconds
-    ranks: Annotated[tuple[RankFile, ...], Field(min_length=1)]
+    ranks: Annotated[tuple[FileRef, ...], Field(min_length=1)]
     extra: dict[str, Any]
 
 
@@ -116,9 +110,9 @@ class StateSaver:
         tensors, note = snapshot
         name = self._reader.keys.state(manifest.version, sync, Writer(manifest.writer_term, manifest.writer))
         with Scratch() as folder:
-            save_file(tensors, path := folder / "state")
+            save_file(tensors, path := folder / "state", {"note": note.model_dump_json()})
             stored = put_file(self._reader.bucket, path, f"{name}/rank-{self._peers.rank}.safetensors")
-        ranks = self._peers.exchange(RankFile(**stored.model_dump(), note=note))
+        ranks = self._peers.exchange(stored)
         if self._writer:
             same = manifest.model_dump(include={"run", "born", "version", "digest"})
             record = StateRecord(**same, sync=sync, created_at=time.time(), ranks=tuple(ranks), extra=extra)
@@ -144,40 +138,49 @@ class FoundState:
 
     def __init__(self, reader: RunReader, record: StateRecord, peers: Peers, folder: Path) -> None:
         self.record, self._reader, self._peers, self._folder = record, reader, peers, folder
-        self._files: dict[int, Any] = {}  # rank -> what it saved
+        self._files: dict[int, tuple[Any, Note]] = {}  # rank -> what it saved
         size = len(record.ranks)
         for rank in range(peers.rank, size, peers.size):
             self._file(rank)
         self._own = peers.rank if peers.rank < size else 0  # the rank whose random numbers continue here
+        # Ranks in the order in which they probably have this rank's blocks; the main rank has whole tensors.
+        middle = (peers.rank + 0.5) * size / peers.size
+        others = sorted(range(size), key=lambda rank: abs(rank + 0.5 - middle))
+        self._nearest = [self._own, 0, *others]
 
     def restore(self, live: Tensors, optimizer: Optimizer, others: Others) -> None:
         """Restore the state, on every rank. Raises `StateError` if it does not fit this trainer."""
         with self._peers.fail_together(), torch.no_grad():
-            main, note = self.record.ranks[0].note, self.record.ranks[self._own].note
+            (_, main), (_, note) = self._file(0), self._file(self._own)
             contents.put(note, main, self._fill, live, optimizer, others)
             contents.put_random_state(note.random, self._peers.rank - self._own)
 
     def _fill(self, entry: str, tensor: torch.Tensor) -> None:
         """Fill this rank's block of a tensor from the objects that have parts of it."""
         own, block, missing = local(tensor), held_block(tensor), math.prod(held_block(tensor).extent)
-        saved = {}  # block -> the rank that saved it, the last one of several
-        for rank in (*range(len(self.record.ranks)), self._own):
-            if held := self.record.ranks[rank].note.held.get(entry):
-                saved[held.offset, held.extent] = rank
-        for (offset, extent), rank in saved.items():
-            first = np.maximum(block.offset, offset)
-            end = np.minimum(np.add(block.offset, block.extent), np.add(offset, extent))
+        seen = set[tuple[Any, ...]]()  # blocks; several ranks may have saved the same one
+        for rank in self._nearest:
+            if not missing:
+                return
+            file, note = self._file(rank)
+            held = note.held.get(entry)
+            if held is None or (held.offset, held.extent) in seen:
+                continue
+            seen.add((held.offset, held.extent))
+            first = np.maximum(block.offset, held.offset)
+            end = np.minimum(np.add(block.offset, block.extent), np.add(held.offset, held.extent))
             if (first < end).all():
-                here, there = (tuple(map(slice, first - at, end - at)) for at in (block.offset, offset))
-                own[here].copy_(self._file(rank).get_slice(entry)[there])
+                here, there = (tuple(map(slice, first - at, end - at)) for at in (block.offset, held.offset))
+                own[here].copy_(file.get_slice(entry)[there])
                 missing -= own[here].numel()
         if missing:
             raise ProtocolError(f"the state of version {self.record.version} lacks a part of {entry}")
 
-    def _file(self, rank: int) -> Any:
+    def _file(self, rank: int) -> tuple[Any, Note]:
         if rank not in self._files:
             path = self._reader.fetch(self.record.ranks[rank], self._folder)
-            self._files[rank] = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
+            self._files[rank] = file, contents.read_note(path.name, file.metadata() or {})
         return self._files[rank]
 
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, ValidationError
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from delta_weight_sync.errors import StateError
+from delta_weight_sync.errors import ProtocolError, StateError
 from delta_weight_sync.publish.sharding import held_block, local
 from delta_weight_sync.records import Record
 from delta_weight_sync.util import time_text
@@ -42,13 +43,23 @@ class Held(NamedTuple):
 
 
 class Note(Record):
-    """What a rank saved besides tensors."""
+    """What a rank saved besides tensors; in the metadata of its object."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     held: dict[str, Held]  # the tensors; the main rank has at least a block of every one
     setup: dict[str, dict[str, Any]]
     values: dict[str, Any]  # of the optimizer's state, what is no tensor
     others: dict[str, Any]
     random: dict[str, Any]
+
+
+def read_note(name: str, metadata: Mapping[str, str]) -> Note:
+    """The note in a file's metadata. Raises `ProtocolError` if there is none."""
+    try:
+        return Note.model_validate_json(metadata["note"])
+    except (KeyError, ValidationError) as error:
+        raise ProtocolError(f"{name} is not a trainer's state: {error}") from error
 
 
 def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> tuple[Tensors, Note]:
