@@ -90,12 +90,9 @@ def repo_routes(hub: Hub) -> APIRouter:
         return JSONResponse(answer, 400 if wrong else 200)
 
     @routes.get("/api/{kind}")
-    async def browse(
-        kind: str, author: str = "", search: str = "", limit: int = 1000, authorization: Auth = None
-    ) -> list[dict[str, Any]]:
-        seen = [repo for repo in hub.visible(kind, authorization) if search in repo.id]
-        seen = [repo for repo in seen if author in ("", repo.id.split("/")[0])]
-        shown = [hub.info(repo) for repo in seen[:limit]]
+    async def browse(kind: str, author: str, authorization: Auth = None) -> list[dict[str, Any]]:
+        seen = hub.visible(kind, authorization)
+        shown = [hub.info(repo) for repo in seen if repo.id.startswith(f"{author}/")]
         return [{key: value for key, value in info.items() if key != "siblings"} for info in shown]
 
     @routes.get(REPO)
