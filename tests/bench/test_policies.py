@@ -17,7 +17,7 @@ from bench.research.wordle_policy import Teacher, read_words, secrets_of
 from delta_weight_sync import Publisher, open_run
 from env_space import game as env
 from env_space.app import create_app
-from env_space.game import Rules, ignored_hint
+from env_space.game import Rules
 from env_space.settings import Settings
 from examples import tiny_policy as tiny
 from tests.support.serving import serving
@@ -90,25 +90,6 @@ def test_the_recipe_is_reproducible_and_loads(tmp_path, monkeypatch):
 def test_no_secret_of_the_warm_start_is_one_of_the_held_out_words():
     assert tuple(WORDS) == env.answers()
     assert set(secrets_of(WORDS)) == set(WORDS) - set(HELD_OUT)
-
-
-def test_a_teacher_that_forgets_nothing_guesses_what_fits_all_marks():
-    teacher, rng = Teacher(env.answers(), memory=1.0), random.Random(0)
-    for secret in ("crane", "abide", "pound", "might", "blush"):
-        game = env.Game(secret, frozenset(env.answers()))
-        for guess in teacher.game(secret, rng):
-            clues = [(move.word, move.feedback) for move in game.moves if move.valid]
-            if len(guess.possible):  # else it is a slip
-                assert not ignored_hint(guess.text, clues)
-                found = {
-                    letter
-                    for word, marks in clues
-                    for letter, mark in zip(word, marks, strict=True)
-                    if mark != "-"
-                }
-                marked = {letter for word, _ in clues for letter in word}
-                assert not (marked - found) & set(guess.text)
-            game.guess(guess.text)
 
 
 def test_a_teacher_is_mediocre():

@@ -24,14 +24,7 @@ pytestmark = [pytest.mark.live, pytest.mark.long]
 
 POLICY = Path(trainer.policies.__file__).parent / "wordle-tiny"
 STEPS, GAMES, STALE = 30, 32, 3
-OPTIONS = [
-    "--max_steps",
-    str(STEPS),
-    "--per_device_train_batch_size",
-    str(GAMES),
-    "--max_staleness",
-    str(STALE),
-]
+OPTIONS = f"--max_steps {STEPS} --per_device_train_batch_size {GAMES} --max_staleness {STALE} --use_cpu true"
 
 
 def listed(file: Path, replicas: list[Replica]) -> None:
@@ -67,19 +60,8 @@ def test_games_go_on_while_replicas_die_and_join(tmp_path):
             stack.enter_context(replica)
         listed(file, replicas[:4])
         command = [sys.executable, "-m", "trainer.train", "--config", "trainer/configs/wordle_tiny.yaml"]
-        command += [
-            "--model",
-            str(POLICY),
-            "--bucket",
-            url,
-            "--run",
-            "fleet",
-            "--env_url",
-            env,
-            "--use_cpu",
-            "true",
-        ]
-        command += ["--replicas", str(file), "--output_dir", str(tmp_path / "trainer"), *OPTIONS]
+        command += ["--model", str(POLICY), "--bucket", url, "--run", "fleet", "--env_url", env]
+        command += ["--replicas", str(file), "--output_dir", str(tmp_path / "trainer"), *OPTIONS.split()]
         with (tmp_path / "trainer.log").open("wb") as output:
             environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             running = subprocess.Popen(command, env=environment, stdout=output, stderr=output)

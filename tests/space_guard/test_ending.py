@@ -29,6 +29,15 @@ COMMANDS = {
     "follow": f"delta_weight_sync follow {URL}#r --into followed",
     "trainer": TRAIN,
 }
+# A program with short limits for requests and for its stop; it has to end with any.
+QUICK = """
+import runpy, sys
+from delta_weight_sync.store import hub
+from space_guard import limits
+
+hub.CONNECT_S = hub.REQUEST_TIMEOUT = limits.STOP_S = 2
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 STUCK = """
 import sys, threading
 import space_guard.limits as limits
@@ -64,7 +73,7 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_store_that_takes_connections_and_never_answers_holds_nothing(tmp_path: Path, command: str) -> None:
-    words = [sys.executable, "-m", *command.replace("followed", str(tmp_path / "followed")).split()]
+    words = [sys.executable, "-c", QUICK, *command.replace("followed", str(tmp_path / "followed")).split()]
     with socket.create_server(("127.0.0.1", 0)) as store:
         places = {"HF_ENDPOINT": f"http://127.0.0.1:{store.getsockname()[1]}", "HF_TOKEN": "hf_x"}
         environ = (

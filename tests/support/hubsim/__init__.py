@@ -27,9 +27,9 @@ included. A static Space is RUNNING from its first commit with an index.html, an
 **Faults.** `fault` makes chosen requests fail, `skew` shifts the Hub's clock, `feed` and `end_feeds`
 disturb the feeds of buckets' changes, `limit` limits requests for files; `clear` ends all of these.
 
-huggingface_hub's own tests of buckets, commits and Spaces pass against it (`tests/store/test_hub_own.py`);
-beyond these tests, it is not proven to behave like the real Hub. It does not check hashes, collects no
-garbage and has no pull requests.
+huggingface_hub's own tests of buckets and Spaces pass against it (`tests/store/test_hub_own.py`);
+beyond these tests, it is not proven to behave like the real Hub. It does not check hashes and collects no
+garbage. A repository has one branch, and its files are not listed with their sizes.
 """
 
 import os

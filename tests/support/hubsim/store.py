@@ -82,8 +82,8 @@ class Hub:
         owned = [bucket for bucket in self.buckets.values() if bucket.id.startswith(f"{owner}/")]
         return [one for one in owned if not one.private or caller.may(READ, "bucket", one.id)]
 
-    def info(self, repo: RepoState, revision: str = "main", *, blobs: bool = False) -> dict[str, Any]:
-        shown = repo.to_json(revision, blobs=blobs)
+    def info(self, repo: RepoState, revision: str = "main") -> dict[str, Any]:
+        shown = repo.to_json(revision)
         return shown | self.spaces[repo.id].to_json() if repo.kind == "spaces" else shown
 
     def new_address(self) -> str:
