@@ -129,14 +129,14 @@ def run(layout: str, folder: Path, job: str) -> str:
         return digest
 
 
-def resume(layout: str, folder: Path, *lasts: int) -> str:
+def resume(layout: str, folder: Path, *lasts: int, **options: str) -> str:
     """As `run`, by trainers that end after a step each and resume from the newest state, of an even step."""
     for last in lasts:
         torch.manual_seed(last % 3)  # the first life ends after step 3, and others begin with other weights
         model = Model()
         shard(model, layout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        with _publisher(folder, state_minutes=0) as publisher:
+        with _publisher(folder, state_minutes=0, **options) as publisher:
             digest = _live(publisher, model, optimizer, last)
     return digest
 
