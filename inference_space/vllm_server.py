@@ -105,6 +105,7 @@ class VllmServer(Engine):
         except (Exception, SystemExit) as error:  # SystemExit: `--help` in REPLICA_VLLM_ARGS
             raise EngineError(f"vLLM did not start: {error}; see the log above for the reason") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))
+        gc.collect()
         gc.freeze()  # without it, each look for garbage goes through all imports, for half a second
 
     def stop(self) -> None:

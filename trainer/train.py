@@ -118,6 +118,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             publisher.publish_base(trainer.weights(), _FIRST_SYNC)
             with peers.fail_together():
                 spaces.wait()  # until a replica serves a version
+            gc.collect()
             gc.freeze()  # without it, each look for garbage goes through all imports, for a fifth of a second
             trainer.begin()  # each sync calls `Publisher.publish`
 

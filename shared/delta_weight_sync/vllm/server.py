@@ -130,6 +130,7 @@ class Endpoint:
             poll_s=settings.poll_s,
         )
         state.follower.start()
+        gc.collect()
         gc.freeze()  # without it, each look for garbage goes through all imports, for half a second
 
 
