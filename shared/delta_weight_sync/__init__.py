@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from delta_weight_sync import errors
 from delta_weight_sync.errors import *  # noqa: F403
-from delta_weight_sync.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from delta_weight_sync.checkout import FollowedVersion, follow
@@ -58,7 +57,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         if name in _EXTRAS:
-            raise MissingExtraError(name, _EXTRAS[name], error) from error
+            raise errors.MissingExtraError(name, _EXTRAS[name], error) from error
         raise
 
 

@@ -69,11 +69,8 @@ def _positive(text: str) -> int:
 def _assumptions(plan: Plan) -> list[str]:
     """What the prediction rests on, as sentences."""
     asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
-    gpu, ranks, polls = (
-        f"one for every {cost.GPU_BYTES / 1e9:.0f} GB",
-        plan.trainer_ranks,
-        cost.WINDOW_S / POLL_S,
-    )
+    gpu, ranks = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB", plan.trainer_ranks
+    polls = cost.WINDOW_S / POLL_S
     machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
     parts, taken = min(ranks, MAX_PARTS), plan.taken_requests
     made = cost.PUBLISHING["all"] + (parts if parts > 1 else 0) * cost.PUBLISHING_PART["all"]

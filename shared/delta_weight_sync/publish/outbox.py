@@ -292,7 +292,7 @@ class Outbox:
                 others.add(part)
         found, sent = own.found(), others.found()
         self._names = self._names or set(names)
-        if missing := self._names - set(names):
+        if missing := self._names.difference(names):
             raise errors.CodecError(f"parameter {min(missing)} was not published: publish every parameter")
         remote = self._peers.swap(self._shards.keep(sent), self.owners, self.shapes)
         for patch in filter(lambda patch: patch.index.size, (*found.patches, *remote)):
