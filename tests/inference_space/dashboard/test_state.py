@@ -116,6 +116,8 @@ def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:
     assert (mine.lag_s, mine.lags) == (before.replicas[0].lag_s, before.replicas[0].lags)
     assert mine.versions == (*before.replicas[0].versions, (now.last_t, 2))
     assert state.progress().replicas == before.replicas, "the run itself is as it was"
+    ahead = state.progress(status("mine", 3, state="serving"))  # the log's next refresh shows version 3
+    assert "v2 serving on 1/2 replicas" in body(ahead)
     new = state.progress(status("new", None, state="starting"))
     assert [r.status.state for r in new.replicas if r.status.replica == "new"] == ["starting"]
 
