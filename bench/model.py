@@ -181,4 +181,4 @@ def memory_of(tensors: Tensors) -> tuple[Table, worker.Memory]:
 
 def changes(patches: Sequence[Patch], table: Table) -> Changes:
     """The patches, as a commit has them."""
-    return Changes.joined(find([codec.Decoded.of(patches)], table))
+    return find([codec.Decoded.of(patches)], [table])[0]

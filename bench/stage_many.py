@@ -51,7 +51,7 @@ def milliseconds(tensors: int, changes: int) -> dict[str, float]:
         for _ in range(7):
             delta = timed("header", lambda: codec.Delta(path))
             decoded = timed("decode", lambda: [*delta.decode(shapes, lambda _: old)])  # noqa: B023
-            found = timed("find", lambda: memory.Changes.joined(memory.find(decoded, table)))  # noqa: B023
+            found = timed("find", lambda: memory.find(decoded, [table])[0])  # noqa: B023
             step, _ = timed("prepare", lambda: live.prepare(found))  # noqa: B023
             timed("commit", step.do)
             step.undo()

@@ -54,6 +54,7 @@ class Scenario:
     latency: float = 0.1  # from the trainer to the store
     regions: tuple[Region, ...] = (Region(0.1, 1e9),)
     ranks: int = 1  # of the trainer, `cost.PER_MACHINE` on each machine; each has one tensor
+    given_workers: int = 0  # of a replica; 0: as many as its memory needs
     cores: int = 2  # of a rank, and of each worker of a replica
     limits: Limits = UNLIMITED  # that the Hub enforces
     events: bool = True
@@ -68,7 +69,7 @@ class Scenario:
     @property
     def workers(self) -> int:
         """Of a replica."""
-        return math.ceil(cost.REPLICA_BYTES * self.params / cost.GPU_BYTES)
+        return self.given_workers or math.ceil(cost.REPLICA_BYTES * self.params / cost.GPU_BYTES)
 
     @property
     def machines(self) -> int:
@@ -323,11 +324,11 @@ class CountedEngine:
 
     def _took(self, changes: float, *, decoded: bool) -> Times:
         asked, clock = self._fleet.asked, self._fleet.clock
-        place_s = cost.DIGEST.seconds(asked.params) + cost.PLACE.seconds(asked.params, changes)
-        decode_s = cost.DECODE["fast"].seconds(asked.params, changes) if decoded else 0.0
-        stage_s, pause_s = decode_s / asked.threads + place_s / asked.workers, cost.COMMIT.seconds(0, changes)
-        clock.sleep(stage_s + pause_s / asked.workers)
-        return stage_s, pause_s / asked.workers, pause_s / asked.workers, clock.now
+        stage_s, pause_s = cost.taking_s(asked.params, changes, "fast", asked.workers, asked.threads)
+        if not decoded:
+            stage_s = cost.PLACE.seconds(0, changes) / asked.workers / asked.threads
+        clock.sleep(stage_s + pause_s)
+        return stage_s, pause_s, pause_s, clock.now
 
 
 class Replica(follower.Follower):

@@ -27,7 +27,6 @@ WEIGHTS = "model.safetensors"  # of a checkpoint in one file
 INDEX = f"{WEIGHTS}.index.json"  # beside several files
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
-_CHUNK = 1 << 18  # elements cast at a time; the scratch space stays in the cache
 _HEAD = "lm_head.weight"
 _SAME = 0.01  # a policy keeps at least this share of a tensor's elements; unrelated models share fewer
 _SHARDS = "model*.safetensors"
@@ -43,8 +42,10 @@ def to_bits(tensor: torch.Tensor) -> Bits:
     """Cast `tensor` to bf16 and copy it: uint16 bits of the same shape, C-contiguous, on the host."""
     import torch
 
-    cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
-    return cast.view(torch.uint16).numpy()
+    if tensor.is_cuda or tensor.dtype == torch.bfloat16:
+        cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
+        return cast.view(torch.uint16).numpy()
+    return to_nearest(tensor.detach().numpy())
 
 
 def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
@@ -77,19 +78,14 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]
 
 
 def to_nearest(values: NDArray[Any]) -> Bits:
-    """Round `values` to bf16 as torch does (to nearest, ties to even); returns uint16 bits of the same shape.
+    """Round `values` to bf16 as `codec.nearest` does; returns uint16 bits of the same shape."""
+    from delta_weight_sync.codec import nearest  # imported here, because numba takes seconds to load
 
-    Every NaN becomes 0x7fc0. (torch's result for a NaN depends on the machine: 0x7fc0 or 0xffff.)
-    """
-    flat = values.reshape(-1)
-    bits = np.empty(flat.size, np.uint16)
-    for start in range(0, flat.size, _CHUNK):
-        with np.errstate(over="ignore", invalid="ignore"):
-            part = flat[start : start + _CHUNK].astype(np.float32)
-        word = part.view(np.uint32)
-        rounded = (word + (0x7FFF + (word >> 16 & 1))) >> 16
-        bits[start : start + part.size] = np.where(np.isnan(part), 0x7FC0, rounded)
-    return bits.reshape(values.shape)
+    with np.errstate(over="ignore", invalid="ignore"):
+        words = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    bits = np.empty(values.shape, np.uint16)
+    nearest(words.reshape(-1), bits.reshape(-1))
+    return bits
 
 
 def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:

@@ -4,10 +4,10 @@ docs/limits-and-costs.md explains how sizes are computed, and from what.
 
 Seconds. The trainer waits for the diff only, and each rank compares its own shard. Each encodes and uploads
 its part in the background, one version at a time; the ranks of a machine share its link, also with jumps and
-anchors. A replica takes one version after another. One of its machines fetches the delta, which every worker
-decodes completely. Each worker then finds the places of its own part of the changes, with their digest, and
-all commit. The slower side sets the pace, and a slow publisher merges steps. Encoding and decoding use up to
-half of the cores.
+anchors. A replica takes one version after another. One of its machines fetches the delta. The workers of each
+machine decode it together (encoding `small`: each decodes all of it), and exchange what they found. Each
+worker then finds the digest of its own part of the changes, and all commit. The slower side sets the pace,
+and a slow publisher merges steps. All this work uses up to half of the cores.
 
 Rates come from `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests compare them
 with that file: the table of sizes within 1 %, seconds within a factor of two.
@@ -94,7 +94,8 @@ DIFF: Final[dict[Trainer, Rate]] = {"fp32": Rate(0.67), "fp32-start": Rate(0.67)
 ENCODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.0, 12.0), "small": Rate(0.14, 30.0)}
 _DENSE, _TRIED = 1 / 8, 2.5  # above this share the codec tries more modes and takes this many times as long
 DECODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.02, 8.5), "small": Rate(0.26, 17.0)}
-DIGEST: Final = Rate(0.11)  # hash all live weights: a GPU for each delta, a CPU once a minute
+DIGEST: Final = Rate(0.11)  # hash all live weights: at a join; a CPU also once a minute, in the background
+SWAP: Final = Rate(0.0, 6.0)  # exchange changes with the other workers of a machine
 PLACE: Final = Rate(0.0, 11.0)  # find the place of a change and read its old bits
 COMMIT: Final = Rate(0.0, 9.4)  # write changes and read them back, while generation waits (section "live")
 SAVE: Final = Rate(3.1)  # write a checkpoint to disk ("publish whole")
@@ -218,7 +219,7 @@ class Plan:
 
         # One sync.
         changes, decode = self.changes, DECODE[asked.encoding]
-        self.diff_s = DIFF[asked.trainer].seconds(params) / ranks
+        self.diff_s = DIFF[asked.trainer].seconds(params) / ranks / self.threads
         parts = min(ranks, MAX_PARTS)
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / parts
         # The owners upload their parts, over the links of their machines; then rank 0 the manifest.
@@ -238,10 +239,8 @@ class Plan:
             wait_s, rounds = later(size)[0] * asked.latency, math.ceil(parts / SIDE_BY_SIDE)
             rounds = 1 if size / parts > DIRECT else rounds  # large parts are fetched together
             parts_s = max(wait_s + size / link, rounds * (wait_s + size / parts / link))
-            place_s = DIGEST.seconds(params) + PLACE.seconds(params, changed)
-            stage_s = decode.seconds(params, changed) / self.threads + place_s / self.replica_workers
-            commit_s = COMMIT.seconds(params, changed) / self.replica_workers
-            return TAKING_IN_TURN * asked.latency + parts_s, stage_s, commit_s
+            both_s = taking_s(params, changed, asked.encoding, self.replica_workers, self.threads)
+            return TAKING_IN_TURN * asked.latency + parts_s, *both_s
 
         self.fetch_s, self.stage_s, self.commit_s = taken(self.delta, changes)
         self.behind_s = sum(taken(*recipe.after_anchor(max(STRIDES))[:2]))  # a replica takes one jump
@@ -308,3 +307,13 @@ class Plan:
 def encode_s(params: float, changes: float, encoding: Encoding) -> float:
     """Seconds of one core to encode a delta."""
     return (_TRIED if changes > _DENSE * params else 1.0) * ENCODE[encoding].seconds(params, changes)
+
+
+def taking_s(
+    weights: float, changes: float, encoding: Encoding, workers: int, threads: int
+) -> tuple[float, float]:
+    """Seconds in which the workers of a replica stage a delta that is on disk, and then commit it."""
+    together = min(workers, PER_MACHINE) if encoding == "fast" else 1
+    mine = changes / workers  # changes of weights that one worker holds
+    stage_s = (DECODE[encoding].seconds(weights, changes) / together + PLACE.seconds(0, mine)) / threads
+    return stage_s + (SWAP.seconds(0, mine) if together > 1 else 0.0), COMMIT.seconds(0, mine) / threads

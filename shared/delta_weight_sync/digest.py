@@ -13,12 +13,14 @@ other by chance. It guards against mistakes; the manifest's sha256 guards agains
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from numba import carray
 from numpy.typing import NDArray
 
+from delta_weight_sync.codec._lanes import pointer
 from delta_weight_sync.util import kernel
 
 BLOCK = 4096
@@ -86,6 +88,19 @@ def add_at(
     return total
 
 
+@kernel
+def _add_all(tensors: NDArray[np.uint64], index: Index, ulps: Bits, inner: NDArray[np.uint32]) -> np.uint64:
+    """Change several tensors; `tensors`, uint64 [n, 3]: address, seed and number of changes of each."""
+    total, first = np.uint64(0), 0
+    for t in range(tensors.shape[0]):
+        places = index[first : first + np.int64(tensors[t, 2])]
+        amounts = ulps[first : first + places.size]
+        bits = carray(pointer(np.int64(tensors[t, 0])), places[-1] + 1)
+        total += add_at(bits, places, amounts, places, 0, inner, tensors[t, 1])
+        first += places.size
+    return total
+
+
 @functools.lru_cache(1 << 16)
 def seed(name: str) -> np.uint64:
     """A tensor's seed, 8 bytes of sha256(name), little-endian. `seed + block` selects a block's factor."""
@@ -102,9 +117,16 @@ def change_digest(name: str, index: Index, old: Bits, new: Bits) -> int:
     return int(add_at(old.copy(), np.arange(index.size), new - old, index, 0, INNER, seed(name)))
 
 
-def add(name: str, bits: Bits, index: Index, ulps: Bits) -> int:
-    """Add `ulps` to flat `bits` (uint16) at `index`. Returns how the digest changes (mod 2^64)."""
-    return int(add_at(bits, index, ulps, index, 0, INNER, seed(name)))
+def add_all(tensors: Iterable[tuple[str, int, int]], index: Index, ulps: Bits) -> int:
+    """Change tensors in memory. Returns how the digest changes (mod 2^64).
+
+    Args:
+        tensors: Name of each tensor, address of its contiguous bits, and number of changes, at least one.
+        index: int64 [n]: positions of the changes, tensor after tensor, increasing within each.
+        ulps: uint16 [n]: what to add to the bits.
+    """
+    rows = [(address, seed(name), changes) for name, address, changes in tensors]
+    return int(_add_all(np.array(rows, np.uint64).reshape(-1, 3), index, ulps, INNER))
 
 
 def state_digest(state: Mapping[str, Bits]) -> int:

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -26,25 +26,48 @@ def threads(cores: int) -> int:
 THREADS = threads(len(os.sched_getaffinity(0)))
 
 
-def in_order(work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-    """Yield `work(job)` of each job in order, on `THREADS` threads.
+def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 0) -> Iterator[Result]:
+    """Yield `work(job)` of each job in order, on this many threads (0: `THREADS`).
 
-    `jobs` is read in the caller's thread, at most `THREADS` jobs ahead of the result that is yielded next.
+    `jobs` is read in the caller's thread, at most `threads` jobs ahead of the result that is yielded next.
     Exceptions of `work` and `jobs` pass through; jobs that have not begun are then dropped.
     """
-    if THREADS == 1:
+    threads = threads or THREADS
+    if threads == 1:
         yield from map(work, jobs)
         return
-    pool, running = ThreadPoolExecutor(THREADS), deque[Future[Result]]()
+    pool, running = ThreadPoolExecutor(threads), deque[Future[Result]]()
     try:
         for job in jobs:
             running.append(pool.submit(work, job))
-            if len(running) > THREADS:
+            if len(running) > threads:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def in_parts(work: Callable[[slice], Result], count: int, least: int) -> list[Result]:
+    """`work` on slices that together cover `count`, on `THREADS` threads or fewer: each has `least` to do."""
+    parts = min(THREADS, max(1, count // least))
+    cuts = [count * part // parts for part in range(parts + 1)]
+    return [*in_order(work, map(slice, cuts, cuts[1:]), parts)]
+
+
+def swapped(outgoing: Sequence[bytes], sizes: Sequence[int], group: Any) -> list[Any]:
+    """Send bytes to each process of a group of torch's; returns what came from each.
+
+    `sizes`: how many bytes each process sends here.
+    """
+    import numpy as np  # imported here, because not every command needs them
+    import torch
+    from torch.distributed import all_to_all_single
+
+    coming, lengths = np.empty(sum(sizes), np.uint8), [*map(len, outgoing)]
+    sent = np.concatenate([np.frombuffer(each, np.uint8) for each in outgoing])
+    all_to_all_single(torch.from_numpy(coming), torch.from_numpy(sent), [*sizes], lengths, group=group)
+    return [part.data for part in np.split(coming, np.cumsum(sizes[:-1]))]
 
 
 def size_text(size: float) -> str:

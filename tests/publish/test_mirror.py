@@ -17,7 +17,21 @@ ODD = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40,
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True, params=[contextlib.nullcontext, forced], ids=["loops", "kernels"])
+@contextlib.contextmanager
+def threads() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in {
+            "util.THREADS": 3,
+            "codec._patch._CHUNK": 100,
+            "publish.mirror._TAKEN": 50,
+        }.items():
+            patch.setattr(f"delta_weight_sync.{name}", size)
+        yield
+
+
+@pytest.fixture(
+    autouse=True, params=[contextlib.nullcontext, threads, forced], ids=["loops", "threads", "kernels"]
+)
 def _by(request: pytest.FixtureRequest) -> Iterator[None]:
     with request.param():
         yield

@@ -6,10 +6,10 @@ tensors of a group are coded as one sequence, with one set of parameters.
 
 import json
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, cast
@@ -37,6 +37,11 @@ _MOST, _DIMS = 1 << 48, 32  # elements and dimensions of a tensor
 _Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a group's index
 _TABLE = TypeAdapter(Many[tuple[str, Annotated[Many[_Number], Field(max_length=_DIMS)], _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])
+
+
+Share = tuple[int, int]
+"""(k, n): group k of a delta, and every n-th group after it."""
+WHOLE: Final[Share] = (0, 1)
 
 
 class TensorRow(NamedTuple):
@@ -72,11 +77,16 @@ class Delta:
         return [*map(TensorRow, self._names, self._shapes, *self._rows.tolist())]
 
     @property
+    def changes(self) -> int:
+        """The number of changes."""
+        return int(self._rows[1].sum())
+
+    @property
     def reads_old(self) -> bool:
         """Whether decoding needs the bits of the version before."""
         return any(groups.LAYOUTS[group.mode].reads_old for group in self.groups)
 
-    def decode(self, shapes: Shapes, old: Old, wanted: Container[str] | None = None) -> Iterator[Decoded]:
+    def decode(self, shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterator[Decoded]:
         """Yield the changes, one group of tensors at a time, without a Python step for each tensor.
 
         Memory is bounded for any file: at most 64 bytes per byte of the file and 16 per element of the model.
@@ -86,7 +96,7 @@ class Delta:
             shapes: Shapes of the model's tensors. The table is checked against them first.
             old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). Called only for modes
                 that need it.
-            wanted: Leave out groups that have none of these tensors.
+            share: Decode only these groups.
 
         Raises:
             CodecError: The file is damaged or does not fit the model. Discard what was yielded before.
@@ -97,7 +107,7 @@ class Delta:
                 raise CodecError(f"it changes {name} {list(shape)}, which this model does not have")
             with safe_open(self._path, framework="numpy") as file:
                 yield from in_order(
-                    lambda job: groups.decode_group(*job), self._decode_jobs(file, old, wanted)
+                    lambda job: groups.decode_group(*job), self._decode_jobs(file, old, share)
                 )
 
     def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
@@ -105,10 +115,9 @@ class Delta:
         for decoded in self.decode(shapes, old):
             yield from decoded.patches(shapes)
 
-    def _decode_jobs(self, file: Any, old: Old, wanted: Container[str] | None) -> Iterator[tuple[Any, ...]]:
-        for number, (group, (a, b)) in enumerate(zip(self.groups, pairwise(self._starts), strict=True)):
-            if wanted is not None and not any(name in wanted for name in self._names[a:b]):
-                continue
+    def _decode_jobs(self, file: Any, old: Old, share: Share) -> Iterator[tuple[Any, ...]]:
+        for number in range(share[0], len(self.groups), share[1]):
+            group, (a, b) = self.groups[number], self._starts[number : number + 2]
             streams = {name: _stream(file, f"{number}.{name}") for name in groups.LAYOUTS[group.mode].streams}
             olds = groups.read_old([group.mode], self._names[a:b], old)
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
@@ -186,16 +195,21 @@ def encode(
     return data[:8] + header.encode().ljust(end - 8) + data[end:]
 
 
-def merged(
-    deltas: Sequence[Delta], shapes: Shapes, old: Old, wanted: Container[str] | None = None
-) -> Iterable[Decoded]:
+def one_step(deltas: Sequence[Delta]) -> bool:
+    """Whether the deltas are parts of one, which lead from one version to another."""
+    return len({(delta.base, delta.version) for delta in deltas}) == 1
+
+
+def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterable[Decoded]:
     """Decode consecutive deltas, or their parts, as one. `old` gives the bits at the first delta's base.
 
-    Changes of tensors that are not `wanted` may be left out. If old bits are needed, none are left out.
+    `share`: of the groups of all parts, if the deltas lead over `one_step`; otherwise all of them.
     """
-    if len({(delta.base, delta.version) for delta in deltas}) == 1:
-        some = None if any(delta.reads_old for delta in deltas) else wanted
-        return chain.from_iterable(delta.decode(shapes, old, some) for delta in deltas)
+    if one_step(deltas):
+        first, every = share
+        shares = (((first - at) % every, every) for at in range(len(deltas)))
+        parts = zip(deltas, shares, strict=True)
+        return chain.from_iterable(delta.decode(shapes, old, some) for delta, some in parts)
     found: dict[str, Patch] = {}
 
     def between(name: str) -> Bits:

@@ -75,6 +75,16 @@ def at_most(typing: Any, numbers: Any, limit: Any) -> Any:
 
 
 @intrinsic
+def pointer(typing: Any, address: Any) -> Any:
+    """A pointer to the bf16 bits at an address."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.PointerType(ir.IntType(16)))
+
+    return types.CPointer(types.uint16)(types.int64), emit
+
+
+@intrinsic
 def ones(typing: Any, word: Any) -> Any:
     """Number of set bits of a uint64."""
     return types.int64(types.uint64), lambda context, builder, signature, values: builder.ctpop(values[0])

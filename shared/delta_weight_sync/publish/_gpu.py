@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import BLOCK, change_digest, seed
 from delta_weight_sync.gpu import SideStream, inner, launch, outer, read
@@ -303,5 +304,6 @@ def _readable(part: Part) -> Part:
 
 @functools.cache
 def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """int16 [1]: the bits that torch's cast makes of a NaN, which differ by device and dtype."""
-    return torch.full((1,), torch.nan, dtype=dtype, device=device).to(torch.bfloat16).view(torch.int16)
+    """int16 [1]: the bits that the cast makes of a NaN, which differ by device and dtype."""
+    bits = to_bits(torch.full((1,), torch.nan, dtype=dtype, device=device))
+    return torch.from_numpy(bits.view(np.int16)).to(device)

@@ -30,6 +30,7 @@ from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CodecError, PeerError
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place
 from delta_weight_sync.records import MAX_PARTS
+from delta_weight_sync.util import swapped
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 _TIMEOUT = datetime.timedelta(
@@ -223,20 +224,11 @@ class Peers:
         outgoing: list[list[Patch]] = [[] for _ in range(self.size)]
         for patch in patches:
             outgoing[owners[patch.name]].append(patch)
-        pickles = (pickle.dumps(Decoded.of(some), pickle.HIGHEST_PROTOCOL) for some in outgoing)
-        packed = [np.frombuffer(each, np.uint8) for each in pickles]
-        sizes = [size[self.rank] for size in self.exchange([data.size for data in packed])]
-        coming = np.empty(sum(sizes), np.uint8)
+        packed = [pickle.dumps(Decoded.of(some), pickle.HIGHEST_PROTOCOL) for some in outgoing]
+        sizes = [size[self.rank] for size in self.exchange([*map(len, packed)])]
         with self._contact():
-            dist.all_to_all_single(
-                torch.from_numpy(coming),
-                torch.from_numpy(np.concatenate(packed)),
-                sizes,
-                [data.size for data in packed],
-                group=self._group,
-            )
-        parts = np.split(coming, np.cumsum(sizes[:-1]))
-        return [patch for part in parts for patch in pickle.loads(part.data).patches(shapes)]
+            parts = swapped(packed, sizes, self._group)
+        return [patch for part in parts for patch in pickle.loads(part).patches(shapes)]
 
     def scatter(
         self, tensors: Iterable[tuple[str, Bits]], owners: Owners

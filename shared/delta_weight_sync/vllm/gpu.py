@@ -22,6 +22,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits
+from delta_weight_sync.codec._patch import cut
 from delta_weight_sync.gpu import free_bytes, inner, launch, outer, read
 from delta_weight_sync.vllm import memory
 
@@ -208,7 +209,7 @@ class DeviceMemory:
 
     def read(self, parts: memory.Rows) -> Bits:
         """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
-        tiles = memory.cut(parts, TILE)
+        tiles = cut(parts, TILE)
         tiles = np.column_stack([tiles, tiles[:, 2].cumsum() - tiles[:, 2]])
         with self._staging():
             out = self._pinned((int(parts[:, 2].sum()),), torch.int16)
@@ -271,9 +272,9 @@ class DeviceMemory:
 
 def _tiles(table: memory.Table) -> tuple[memory.Rows, memory.Rows]:
     """The tiles that `digest_whole` hashes, and those that `digest` hashes: together all counted elements."""
-    rows, tiles = table.rows, memory.cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
+    rows, tiles = table.rows, cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
     flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)
     contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # in both places
     aligned = (rows[:, memory.FIRST] % TILE == 0) & (rows[:, memory.ADDRESS] % 16 == 0)
     whole = (flat & contiguous & aligned)[tiles[:, 0]] & (tiles[:, 2] == TILE)
-    return tiles[whole], memory.cut(tiles[~whole], PIECE)
+    return tiles[whole], cut(tiles[~whole], PIECE)

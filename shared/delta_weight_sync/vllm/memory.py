@@ -3,28 +3,28 @@
 A piece is a strided part of a checkpoint tensor that lies in a parameter of vLLM, possibly with other
 strides. Its elements are numbered 0, 1, 2, ... in row-major order. The number gives the position in the
 checkpoint tensor and the address in memory. Changes store it as an int32, so a piece with too many elements
-becomes several rows of the table. The host's kernels use one thread, to leave the cores to vLLM; `gpu` has
-the same kernels for GPUs.
+becomes several rows of the table. On the host, many changes are divided among up to half of the cores; `gpu`
+has the same kernels for GPUs.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from copy import copy
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits, Decoded, Index
-from delta_weight_sync.codec._patch import join
+from delta_weight_sync.codec._lanes import pointer
+from delta_weight_sync.codec._patch import cut, join
 from delta_weight_sync.digest import BLOCK, INNER, add_at, hash_dense, outer, seed
 from delta_weight_sync.errors import RouteError
-from delta_weight_sync.util import kernel
+from delta_weight_sync.util import in_order, in_parts, kernel
 from delta_weight_sync.vllm.routes import Geometry, Route
 
 Row = NDArray[np.int64]
@@ -46,6 +46,7 @@ TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
 COLUMNS = TARGET + DIMS
 
 _NEAR = 1024  # changes of a block: they are read back while they are still in the cache
+_SHARED = 64  # blocks that are worth a thread of their own
 SLICES = 60  # of all parameters; `recheck` hashes one slice
 
 
@@ -78,6 +79,12 @@ class Table:
         self.device = self.memory[0].device if self.memory else torch.device("cpu")
         if any(memory.device != self.device for memory in self.memory):
             raise RouteError("the weights are not on one device; start vLLM without --cpu-offload-gb")
+
+    def of_worker(self, rows: Rows, starts: Index) -> "Table":
+        """The table of another worker, for `find` only."""
+        table = copy(self)
+        table.rows, table.starts = rows, starts
+        return table
 
     @property
     def parts(self) -> Rows:
@@ -155,16 +162,6 @@ def part_of(row: Row, tensor: Bits) -> Bits:
     return as_strided(tensor.reshape(-1)[row[FIRST] :], sizes, strides).reshape(-1)
 
 
-def cut(parts: Rows, size: int) -> Rows:
-    """Cut parts, int64 [p, 3], into parts of at most `size`: each has a row, a first number, and a count."""
-    pieces = -(-parts[:, 2] // size)
-    cuts = np.repeat(parts, pieces, axis=0)
-    offset = (np.arange(len(cuts)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
-    cuts[:, 1] += offset
-    cuts[:, 2] = np.minimum(size, cuts[:, 2] - offset)
-    return cuts
-
-
 class Changes(NamedTuple):
     """Changes of some rows of the table. A row may be listed several times, but an element only once."""
 
@@ -185,22 +182,28 @@ class Changes(NamedTuple):
         return cut(np.stack([self.rows, self.counts.cumsum() - self.counts, self.counts], 1), size)
 
 
-def find(decoded: Iterable[Decoded], table: Table) -> Iterator[Changes]:
-    """Find the changes of a delta in the table; changes of tensors that the table lacks are left out."""
-    nowhere = repeat(len(table.number))
-    for part in decoded:
-        names, changes, index = part.names, part.changes, part.index
-        number = np.fromiter(map(table.number.get, names, nowhere), np.int64, len(names))
-        first, ends = table.starts[number], changes.cumsum()
+def find(decoded: Iterable[Decoded], tables: Sequence[Table]) -> list[Changes]:
+    """Find the changes of a delta in each of several workers' tables. A table may lack tensors."""
+
+    def find_in(table: Table, part: Decoded, number: Index) -> Changes:
+        first, ends = table.starts[number], part.changes.cumsum()
         count = table.starts[number + 1] - first
         rows = np.repeat(first - count.cumsum() + count, count) + np.arange(count.sum())
-        found = np.stack([rows, np.repeat(ends - changes, count), np.repeat(ends, count)])
-        _bounds(table.rows, found, index)
+        found = np.stack([rows, np.repeat(ends - part.changes, count), np.repeat(ends, count)])
+        _bounds(table.rows, found, part.index)
         size = (found[2] - found[1]).sum()
         element, moved = np.empty(size, np.int32), np.empty(size, np.uint16)
-        _find(table.rows, found, index, part.ulps, element, moved)
+        _find(table.rows, found, part.index, part.ulps, element, moved)
         size = found[2].sum()
-        yield Changes(found[0], found[2], element[:size], moved[:size])
+        return Changes(found[0], found[2], element[:size], moved[:size])
+
+    def find_in_all(part: Decoded) -> list[Changes]:
+        known, nowhere = tables[0].number, repeat(len(tables[0].number))
+        number = np.fromiter(map(known.get, part.names, nowhere), np.int64, len(part.names))
+        return [find_in(table, part, number) for table in tables]
+
+    found = [*in_order(find_in_all, decoded)]
+    return [Changes.joined(parts[at] for parts in found) for at in range(len(tables))]
 
 
 class Step(NamedTuple):
@@ -231,7 +234,8 @@ class HostMemory:
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""
-        self._digests = _digest(self._table.rows, INNER)
+        rows, slices = self._table.rows, pairwise(self._cuts)
+        self._digests = np.concatenate([*in_order(lambda ends: _digest(rows[slice(*ends)], INNER), slices)])
         return self.known_digest()
 
     def known_digest(self) -> int:
@@ -256,17 +260,23 @@ class HostMemory:
         """The step that writes the changes, and how much it changes this worker's share of the digest."""
         new = np.empty_like(changes.ulps)  # the bits after the changes
         rows, blocks, element = self._table.rows, changes.blocks(_NEAR), changes.element
-        moved, before = np.zeros(len(rows), np.uint64), self._digests
-        _look(rows, blocks, element, changes.ulps, new, moved, INNER)
+        before = self._digests
+
+        def look(some: slice) -> NDArray[np.uint64]:
+            moved = np.zeros(len(rows), np.uint64)
+            _look(rows, blocks[some], element, changes.ulps, new, moved, INNER)
+            return moved
+
+        moved = np.stack(in_parts(look, len(blocks), _SHARED)).sum(0)
 
         def write(values: Bits, digests: NDArray[np.uint64]) -> tuple[int, float]:
             self._writes += 1
             try:
-                wrong = int(_put(rows, blocks, element, values))
+                put = in_parts(lambda s: _put(rows, blocks[s], element, values), len(blocks), _SHARED)
                 self._digests = digests
             finally:
                 self._writes += 1
-            return wrong, 0.0
+            return sum(put), 0.0
 
         def do() -> tuple[int, float]:
             nonlocal before
@@ -275,16 +285,6 @@ class HostMemory:
 
         step = Step(do, lambda: write(new - changes.ulps, before))
         return step, int(moved[rows[:, COUNTED] == 1].sum())
-
-
-@intrinsic
-def pointer(typing: Any, address: Any) -> Any:
-    """A pointer to the bf16 bits at an address."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.PointerType(ir.IntType(16)))
-
-    return types.CPointer(types.uint16)(types.int64), emit
 
 
 @kernel

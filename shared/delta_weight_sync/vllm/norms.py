@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
+from delta_weight_sync.codec._lanes import pointer
 from delta_weight_sync.util import kernel
-from delta_weight_sync.vllm.memory import pointer
 
 
 @kernel

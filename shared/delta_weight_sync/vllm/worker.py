@@ -27,6 +27,8 @@ from a copy on the host.
 from __future__ import annotations
 
 import logging
+import pickle
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +47,9 @@ from huggingface_hub import snapshot_download
 
 from delta_weight_sync import checkpoint, codec, errors
 from delta_weight_sync.codec import Bits, Patch
+from delta_weight_sync.codec._patch import cut
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.util import swapped
 from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Step, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT = timedelta(seconds=120)
 RECHECK_S = 60.0  # time in which all parameters on a CPU are hashed again
+_MANY = 1 << 20  # changes that several workers decode together
 _BATCH = 1 << 25  # elements compared with a checkpoint at a time; a batch may hold up to twice this
 _log = logging.getLogger("delta_weight_sync")
 
@@ -72,13 +77,25 @@ class Ranks:
         self.size = world_size
         self.rank = dist.get_rank() if world_size > 1 else 0
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world_size > 1 else None
+        self._near, hosts = self._group, self.gather(socket.gethostname())
+        if len(by_host := [[i for i in range(world_size) if hosts[i] == host] for host in {*hosts}]) > 1:
+            self._near, _ = dist.new_subgroups_by_enumeration(
+                sorted(by_host), timeout=_TIMEOUT, backend="gloo"
+            )
+        # The workers on this host, this one included, and its place among them.
+        self.near = next(ranks for ranks in by_host if self.rank in ranks)
+        self.place = self.near.index(self.rank)
 
     def gather(self, mine: Any) -> list[Any]:
         """Return `mine` of every worker, by rank; it must be plain data."""
-        everyone = [mine] * self.size
-        if self._group is not None:
-            dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
+        return _gather(mine, self._group, self.size)
+
+    def swap(self, outgoing: Sequence[Any]) -> list[Any]:
+        """Give each worker in `near` its item; returns what they gave this one, in the same order."""
+        packed = [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in outgoing]
+        sizes = _gather([*map(len, packed)], self._near, len(packed))
+        parts = swapped(packed, [sent[self.place] for sent in sizes], self._near)
+        return [*map(pickle.loads, parts)]
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """Join all workers' parts (int16) on the host. Each element is zero on all workers but one."""
@@ -104,6 +121,13 @@ class Ranks:
         found = [f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason]
         if error is None and found:
             raise errors.WorkerError(found[0])
+
+
+def _gather(mine: Any, group: Any, size: int) -> list[Any]:
+    everyone = [mine] * size
+    if group is not None:
+        dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 class Fallback:
@@ -176,9 +200,9 @@ class LiveWeights:
         self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
         kept = {name: bits.shape for name, bits in fallback.bits.items()}
         self.shapes = {name: routes[name].shape for name in owned} | kept
-        # The tensors of which this worker holds a part: under pipeline or expert parallelism not all.
-        self._held = {name for name in owned if routes[name].pieces} | kept.keys()
-        self._table = Table(routes, owned)
+        self._table = own = Table(routes, owned)
+        everyone = ranks.gather((own.rows, own.starts))
+        self._tables = [own.of_worker(*everyone[rank]) for rank in ranks.near]
         self.memory = memory_of(self._table)
 
     def digest(self, *, known: bool = False) -> int:
@@ -202,14 +226,30 @@ class LiveWeights:
             raise errors.WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
-        with self._ranks.fail_together():  # workers may decode different groups
+        ranks, kept = self._ranks, self._fallback.bits
+        with ranks.fail_together():
             deltas = [codec.Delta(path) for path in paths]
-            decoded = [*codec.merged(deltas, self.shapes, self.bits, self._held)]
-        kept = self._fallback.bits
-        reloaded = (
-            [p for part in decoded for p in part.patches(self.shapes) if p.name in kept] if kept else []
-        )
-        return self._staged(memory.find(decoded, self._table), reloaded, live)
+            divided = self._is_divided(deltas)
+            share, tables = (
+                ((ranks.place, len(ranks.near)), self._tables) if divided else ((0, 1), [self._table])
+            )
+            decoded = [*codec.merged(deltas, self.shapes, self.bits, share)]
+            found = memory.find(decoded, tables)
+        parts = decoded if kept else []
+        reloaded = [patch for part in parts for patch in part.patches(self.shapes) if patch.name in kept]
+        if not divided:
+            return self._staged(found, reloaded, live)
+        coming = ranks.swap([(changes, reloaded) for changes in found])
+        return self._staged((c for c, _ in coming), [p for _, patches in coming for p in patches], live)
+
+    def _is_divided(self, deltas: Sequence[codec.Delta]) -> bool:
+        """Whether each worker of this host decodes a share of the deltas, for all of them.
+
+        Decoded changes are five times as large as the file. So they are not sent to other hosts, and if they
+        are few, not at all. If decoding needs old bits, each worker decodes all.
+        """
+        many = sum(delta.changes for delta in deltas) >= _MANY and len(self._ranks.near) > 1
+        return many and codec.one_step(deltas) and not any(delta.reads_old for delta in deltas)
 
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
@@ -222,7 +262,7 @@ class LiveWeights:
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Changes]:
         """Differences between this worker's parameters and a checkpoint, by batches of table rows."""
         names = np.repeat([*self._table.number], np.diff(self._table.starts[:-1])).tolist()
-        blocks = memory.cut(self._table.parts, _BATCH)
+        blocks = cut(self._table.parts, _BATCH)
         batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
         for batch in np.split(blocks, batches):
             live = self.memory.read(batch)
