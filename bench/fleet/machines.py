@@ -215,7 +215,7 @@ class CountedMirror:
         parts = list[Any]()
 
         def found() -> Any:
-            self._sleep(cost.DIFF["fp32"].seconds(self._scenario.owned))
+            self._sleep(cost.DIFF["fp32"].seconds(self._scenario.owned) / self._scenario.threads)
             return SimpleNamespace(patches=[CountedPatch(self._scenario, part.name, 1.0) for part in parts])
 
         return SimpleNamespace(add=parts.append, found=found)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from bench.fleet.__main__ import Figures
+from bench.fleet.__main__ import STANDARD, Figures
 from bench.fleet.clock import Clock, Pipe
 from bench.fleet.hub import Limits, Link, SimBucket, Sized
 from bench.fleet.machines import Fleet, Region, Scenario
@@ -179,8 +179,18 @@ def test_each_rank_publishes_a_part_and_plan_predicts_lag_and_requests():
     taken = one.fleet.hub.kinds["replica", "GET /cas/v2/reconstructions"] / 4 / one.versions
     assert taken == pytest.approx(12, rel=0.05) if parts[0].size > DIRECT else taken == 0
     alone = Figures(Fleet(replace(asked, ranks=1)).run())
-    assert alone.lag > 1.5 * one.lag
+    assert alone.lag > 1.3 * one.lag
     assert alone.fleet.versions[-1].delta[0].size > DIRECT
+
+
+def test_a_trillion_weights_are_served_within_ten_seconds_and_catch_up_within_five_minutes():
+    """As planned and as simulated: 64 ranks, 32 replicas of 16 workers, links of 8 GB/s."""
+    asked = replace(STANDARD["10^12, links of 8 GB/s", "Team"], minutes=10)
+    assert (asked.ranks, asked.replicas, asked.workers, asked.share) == (64, 32, 16, 0.01)
+    plan = Plan(Question(10**12, 0.01, 32, 8e9, cores=asked.cores, ranks=64, workers=16))
+    assert plan.hand_over_to_serving_s < 10
+    assert plan.behind_s < 300
+    assert Figures(Fleet(asked).run()).lag == pytest.approx(plan.hand_over_to_serving_s, rel=0.1)
 
 
 def test_ranks_publish_in_step_while_the_store_is_down_and_steps_are_merged():

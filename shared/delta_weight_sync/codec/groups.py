@@ -32,6 +32,7 @@ Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], FailFast()]  # stops at the first bad item of perhaps a million
 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
+_FEW = 64  # changes of a tensor
 _CLUSTERED = 4.0  # with this many times the adjacent changes expected by chance, try a bitmask
 _UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
 _BY_BAND = positions.cut(range(1, BANDS))  # exponent e is band e; see `_as_weights`
@@ -355,6 +356,8 @@ def _least_bytes(mode: Mode, patches: Sequence[Patch]) -> int:
 
 def _other_modes(patch: Patch) -> list[Mode]:
     """Which of the modes `mask`, `dense` and `raw` may be the smallest for a tensor."""
+    if patch.index.size < _FEW:
+        return []  # they would save less than the description of another group takes
     density, share = patch.index.size / patch.numel, positions.neighbours(patch.index) / patch.index.size
     worth: dict[Mode, bool] = {
         "mask": density > 1 / 8 or share > _CLUSTERED * density + 0.05,

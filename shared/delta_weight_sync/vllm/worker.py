@@ -27,7 +27,6 @@ from a copy on the host.
 from __future__ import annotations
 
 import logging
-import pickle
 import socket
 import time
 import weakref
@@ -44,12 +43,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
+from numpy.typing import NDArray
 
 from delta_weight_sync import checkpoint, codec, errors
 from delta_weight_sync.codec import Bits, Patch
 from delta_weight_sync.codec._patch import cut
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.util import swapped
 from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Step, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
@@ -90,12 +89,25 @@ class Ranks:
         """Return `mine` of every worker, by rank; it must be plain data."""
         return _gather(mine, self._group, self.size)
 
-    def swap(self, outgoing: Sequence[Any]) -> list[Any]:
-        """Give each worker in `near` its item; returns what they gave this one, in the same order."""
-        packed = [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in outgoing]
-        sizes = _gather([*map(len, packed)], self._near, len(packed))
-        parts = swapped(packed, [sent[self.place] for sent in sizes], self._near)
-        return [*map(pickle.loads, parts)]
+    def gather_near(self, mine: Any) -> list[Any]:
+        """Like `gather`, of the workers in `near`."""
+        return _gather(mine, self._near, len(self.near))
+
+    def swap(self, found: Sequence[Changes]) -> Changes:
+        """Give each worker in `near` its changes; returns those that they gave this one."""
+        sizes = self.gather_near([(changes.rows.size, changes.element.size) for changes in found])
+        coming = [sent[self.place] for sent in sizes]
+        sent = zip(*found, strict=True)
+        rows, counts = (self._swap(next(sent), [size for size, _ in coming]) for _ in range(2))
+        element, ulps = (self._swap(next(sent), [size for _, size in coming]) for _ in range(2))
+        return Changes(rows, counts, element, ulps)
+
+    def _swap(self, outgoing: Sequence[NDArray[Any]], sizes: Sequence[int]) -> NDArray[Any]:
+        parts, sent = [part.nbytes for part in outgoing], np.concatenate(outgoing)
+        came = np.empty(sum(sizes), sent.dtype)
+        to, of = (torch.from_numpy(column.view(np.uint8)) for column in (came, sent))
+        dist.all_to_all_single(to, of, [size * sent.itemsize for size in sizes], parts, group=self._near)
+        return came
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """Join all workers' parts (int16) on the host. Each element is zero on all workers but one."""
@@ -239,8 +251,8 @@ class LiveWeights:
         reloaded = [patch for part in parts for patch in part.patches(self.shapes) if patch.name in kept]
         if not divided:
             return self._staged(found, reloaded, live)
-        coming = ranks.swap([(changes, reloaded) for changes in found])
-        return self._staged((c for c, _ in coming), [p for _, patches in coming for p in patches], live)
+        everyones = ranks.gather_near(reloaded) if kept else []
+        return self._staged([ranks.swap(found)], [patch for some in everyones for patch in some], live)
 
     def _is_divided(self, deltas: Sequence[codec.Delta]) -> bool:
         """Whether each worker of this host decodes a share of the deltas, for all of them.
