@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from env_space.settings import Settings
+from space_guard.setup import SettingsError
 
 LENGTH = 5
 MAX_GUESSES = 6
@@ -117,11 +118,11 @@ def guesses(length: int = LENGTH) -> frozenset[str]:
 def answers(n: int | None = None, length: int = LENGTH) -> tuple[str, ...]:
     """The first `n` answers (None: all) of `length` letters, in the order of the words' sha256.
 
-    Raises ValueError if `n` is below 1, or there are fewer answers.
+    Raises SettingsError if there are fewer answers.
     """
     words = sorted(_read(f"answers-{length}.txt"), key=lambda word: sha256(word.encode()).digest())
-    if n is not None and not 1 <= n <= len(words):
-        raise ValueError(f"There are {len(words)} answers; ask for 1 to {len(words)} of them, not {n}.")
+    if n is not None and n > len(words):
+        raise SettingsError({"WORDLE_ANSWERS": f"there are only {len(words)} answers of {length} letters"})
     return tuple(words[:n])
 
 
@@ -228,7 +229,7 @@ class Game:
 
 
 class Rules:
-    """The words and settings of all games. Raises ValueError if there are fewer words than `answers`."""
+    """The words and settings of all games. Raises SettingsError if there are fewer words than `answers`."""
 
     def __init__(self, settings: Settings) -> None:
         words = answers(settings.answers, settings.length)

@@ -52,25 +52,42 @@ HeaderText = Annotated[str, AfterValidator(_header_text)]
 
 
 class SpaceSettings(BaseModel):
-    """The settings of a Space: each field is the environment variable `PREFIX` + its name."""
+    """The settings of a Space: each field is the environment variable `PREFIX` + its name.
+
+    On the Hub, a Space needs a key that cannot be guessed, unless its setting `OPENING` is true.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     PREFIX: ClassVar[str]
+    OPENING: ClassVar[str]
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
         """The settings in `environ`. Raises `SettingsError`."""
-        prefix, own = cls.PREFIX, [name for name in environ if name.startswith(cls.PREFIX)]
+        prefix, problems = cls.PREFIX, dict[str, str]()
+        own = {name.removeprefix(prefix): value for name, value in environ.items() if name.startswith(prefix)}
+        if "SPACE_ID" in environ:
+            if 0 < len(key := own.get("KEY", "")) < MIN_KEY_LENGTH:
+                problems[f"{prefix}KEY"] = f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"
+            elif not key and own.get(cls.OPENING, "").lower() != "true":
+                problems[f"{prefix}KEY"] = "not set"
         try:
-            return cls.model_validate({name.removeprefix(prefix).lower(): environ[name] for name in own})
+            settings = cls.model_validate({name.lower(): value for name, value in own.items()})
+            problems |= settings.problems(environ)
         except ValidationError as error:
             known = ", ".join(prefix + field.upper() for field in cls.model_fields)
             unknown = f"there is no such variable; the variables are {known}"
-            words, problems = {"missing": "not set", "extra_forbidden": unknown}, {}
+            words = {"missing": "not set", "extra_forbidden": unknown}
             for found in error.errors():  # without the values, which may be secrets
                 said = found["msg"].removeprefix("Value error, ").lower()
                 problems[f"{prefix}{found['loc'][0]}".upper()] = words.get(found["type"], said)
-            raise SettingsError(problems) from None
+        if problems:
+            raise SettingsError(problems)
+        return settings
+
+    def problems(self, environ: Mapping[str, str]) -> Problems:
+        """What is wrong with the values of valid fields, and with other variables."""
+        return {}
 
     @classmethod
     def listen_address(cls, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -80,17 +97,6 @@ class SpaceSettings(BaseModel):
             environ.get(f"{cls.PREFIX}HOST", cls.model_fields["host"].default),
             int(port) if port.isdecimal() else cls.model_fields["port"].default,
         )
-
-
-def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str, str]:
-    """What is wrong with a Space's key; empty if nothing is. On the Hub, a Space needs one of two
-    variables: `key`, with a value that cannot be guessed, or `opening`, set to true."""
-    value = environ.get(key, "")
-    if not value and environ.get(opening, "").lower() != "true":
-        return {key: "not set"}
-    if 0 < len(value) < MIN_KEY_LENGTH:
-        return {key: f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"}
-    return {}
 
 
 @dataclass(frozen=True)
