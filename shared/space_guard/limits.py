@@ -29,7 +29,7 @@ import uvicorn
 from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from space_guard.requests import has_key, too_many
+from space_guard.requests import RateLimit, has_key, too_many
 
 Client = str | None  # a visitor's address, or None for a client with the key
 
@@ -256,24 +256,21 @@ class Lane:
 
 
 class LogLimit(logging.Filter):
-    """Lets each line of code log `per_minute` records a minute. If some were dropped, and the same line logs
-    in the next minute, its first record there says how many."""
+    """Lets each line of code log `per_minute` records a minute. After some were dropped, the next record of
+    the same line says how many."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._limit, self._clock, self._minute = per_minute, clock, 0
-        self._seen, self._dropped = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        self._rate, self._dropped = RateLimit(per_minute / 60, per_minute, clock), Counter[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        minute = int(self._clock() / 60)
-        if minute != self._minute:
-            self._dropped = self._seen - Counter(dict.fromkeys(self._seen, self._limit))
-            self._minute, self._seen = minute, Counter()
-        source = (record.pathname, record.lineno)
+        source = f"{record.pathname}:{record.lineno}"
+        if self._rate.spend(source, 1):
+            self._dropped[source] += 1
+            return False
         if dropped := self._dropped.pop(source, 0):
             record.msg = f"({dropped} similar lines were dropped) {record.msg}"
-        self._seen[source] += 1
-        return self._seen[source] <= self._limit
+        return True
 
 
 class JsonLines(logging.Formatter):

@@ -8,7 +8,6 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
@@ -99,23 +98,13 @@ class SpaceSettings(BaseModel):
         )
 
 
-@dataclass(frozen=True)
-class Need:
-    """A variable or a secret of the Space."""
-
-    kind: str
-    purpose: str = ""
-    example: str = ""
-
-
 class Setup:
     """How one Space explains its setup."""
 
     def __init__(self, space: str, then: str, needs: Path) -> None:
         """`space`: the kind of Space, for the title. `then`: what it shows when it is set up. `needs`: a file
-        with a table for each variable and secret."""
-        self.space, self.then = space, then
-        self.needs = {name: Need(**need) for name, need in tomllib.loads(needs.read_text()).items()}
+        with a table for each variable and secret: its `kind`, `purpose` and `example`."""
+        self.space, self.then, self.needs = space, then, tomllib.loads(needs.read_text())
 
     def sentence(self, problems: Problems) -> str:
         return f"This Space is not set up. Open its {_WHERE}: {listed(problems)}."
@@ -144,15 +133,14 @@ class Setup:
 
     def page(self, problems: Problems) -> str:
         """The setup page. It reloads itself, so the Space's own page appears once the Space is set up."""
-        needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
         items = ""
-        for name, need in needs.items():
-            problem = problems.get(name, "")
+        for name in {**self.needs, **problems}:
+            problem, need = problems.get(name, ""), self.needs.get(name, {})
             items += f'<li class="{"missing" if problem else "fine"}">'
-            items += f"<h2><code>{escape(name)}</code> <small>{need.kind}</small></h2>"
+            items += f"<h2><code>{escape(name)}</code> <small>{need.get('kind', 'variable')}</small></h2>"
             items += f'<p class="problem">{escape(problem)}</p>' if problem else ""
-            items += f"<p>{escape(need.purpose)}</p>" if need.purpose else ""
-            items += f"<pre>{escape(need.example)}</pre></li>" if problem and need.example else "</li>"
+            items += f"<p>{escape(need['purpose'])}</p>" if need else ""
+            items += f"<pre>{escape(need['example'])}</pre></li>" if problem and need else "</li>"
         return _PAGE.substitute(
             space=self.space,
             then=self.then,
