@@ -169,7 +169,7 @@ class RunCache:
         known, served = self._state.digests, self._state.served(own)
         self._state.digests = digests = {version: known[version] for version in served & known.keys()}
         wanted = served - digests.keys()
-        asked = (wanted, self._state.version)
+        asked = (wanted, self._state.seen.version)
         self._lookups = asked, self._lookups[1] + 1 if asked == self._lookups[0] else 1
         if not wanted or self._lookups[1] > _DIGEST_TRIES:  # a replica may name a version that never was
             return
