@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from env_space import openenv, watch
-from env_space.game import MAX_GUESSES, MAX_SEED, OPENING, GameError, Move, RewardParts, Rules, Split
+from env_space.game import MAX_GUESSES, MAX_SEED, OPENING, Move, RewardParts, Rules, Split
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
@@ -239,12 +239,6 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
 
 def _answer_problems(app: FastAPI) -> None:
     """Answer every refusal with a JSON object whose `detail` is a sentence that names the fix."""
-
-    @app.exception_handler(GameError)
-    async def refused(_: Request, error: GameError) -> JSONResponse:
-        # A game takes seconds, and the end of any game makes room.
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return problem(error.status, str(error), headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter
+from starlette.exceptions import HTTPException
 
 from env_space.settings import Settings
 from space_guard.setup import SettingsError
@@ -32,12 +33,8 @@ Split = Literal["train", "held_out"]
 DEFAULTS = Settings.read({})
 
 
-class GameError(Exception):
-    """A request cannot be served. The message is a sentence for the client; `status` is the HTTP status."""
-
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
+class GameError(HTTPException):
+    """A request cannot be served. `detail` is a sentence for the client."""
 
 
 @dataclass(frozen=True, slots=True)
