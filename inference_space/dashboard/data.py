@@ -22,7 +22,7 @@ from delta_weight_sync.runlog import SEGMENT, ReplicaEvent, RunLogReader
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import size_text, time_text
-from inference_space.dashboard.state import Digests, Progress, RunState, Stage
+from inference_space.dashboard.state import Digests, Progress, RunState, Start
 from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
 from space_guard.requests import RateLimit
 
@@ -61,8 +61,8 @@ class RunView:
     skipped: int = 0  # lines of the log that are not events
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
-    start: tuple[Stage, ...] = ()  # what happens before the first step
-    waited: str = ""  # time since the last of these stages was done, or since the dashboard started
+    start: Start | None = None  # what happens before the first step
+    waited: str = ""  # time since the last part of the start, or since the dashboard started
 
 
 class RunCache:
@@ -125,8 +125,8 @@ class RunCache:
         if basis != self._shown:
             self._shown, progress = basis, self._state.progress(own)
         over = progress is None or progress.done
-        start = () if progress and progress.done else self._state.start(own)
-        since = max((stage.done_t for stage in start if stage.done_t), default=self._opened)
+        start = None if progress and progress.done else self._state.start(own)
+        since = max((t for t in (start[:3] if start else ()) if t), default=self._opened)
         now = replace(
             was,
             run=info.run if info else self._run,

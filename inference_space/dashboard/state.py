@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
-from delta_weight_sync.util import size_text
 
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
@@ -103,12 +102,15 @@ class Progress:
         return None if digest is None or report.digest is None else digest == report.digest
 
 
-class Stage(NamedTuple):
-    """One part of a run's start. Do not trust the texts of replicas."""
+class Start(NamedTuple):
+    """How far a run is that has made no step yet. Times are unix seconds; None: not yet."""
 
-    name: str
-    note: str
-    done_t: float | None  # unix seconds; None: not done
+    published_t: float | None  # version 0
+    served_t: float | None
+    played_t: float | None  # the first games
+    replicas: tuple[ReplicaEvent, ...]  # do not trust their texts
+    full_bytes: int
+    taken: float | None  # samples that the trainer has taken
 
 
 class Curve:
@@ -214,30 +216,22 @@ class RunState:
             reward_lately=fmean(list(self._lately)[-steps:]) if self._lately else None,
         )
 
-    def start(self, own: ReplicaEvent | None = None) -> tuple[Stage, ...]:
-        """Return the parts of the run's start, in their order; none after its first step."""
+    def start(self, own: ReplicaEvent | None = None) -> Start | None:
+        """Return how far the run's start is, None after its first step."""
         if self.seen.version > 0 or self._lately:
-            return ()
-        base, games, step = "waiting for a trainer to publish it", "", ""
+            return None
         known = {name: replica.status for name, replica in self._replicas.items()}
         known |= {own.replica: own} if own else {}
-        absent = [status for status in known.values() if status.version is None]
-        replica = "; ".join(f"{one.replica}: {one.error or one.state}" for one in absent[:3])
         changes = (change for replica in self._replicas.values() for change in replica.versions)
-        served = [t for t, version in changes if not math.isnan(version)]
-        if self._recent:
-            base = f"published, {size_text(self.seen.full_bytes)}"
-        if serving := len(known) - len(absent):
-            replica, served = f"{serving} of {len(known)} serving", served or [self.seen.last_t]
-            games = "being played; each finished group is shown below"
-        if self._played is not None and (group := self.seen.group):
-            games = f"{group.metrics.get('sample/taken', 0):.0f} taken by the trainer, the newest below"
-            step = "needs a full batch of games"
-        return (
-            Stage("Version 0", base, self._trainer[0][0] if self._trainer else None),
-            Stage("Replica", replica or "none has reported yet", min(served) if serving else None),
-            Stage("First games", games, self._played),
-            Stage("First step", step, None),
+        served = [t for t, version in changes if not math.isnan(version)] or [self.seen.last_t]
+        serving = any(status.version is not None for status in known.values())
+        return Start(
+            published_t=self._trainer[0][0] if self._trainer else None,
+            served_t=min(served) if serving else None,
+            played_t=self._played,
+            replicas=tuple(known.values()),
+            full_bytes=self.seen.full_bytes,
+            taken=self.seen.group.metrics.get("sample/taken", 0.0) if self.seen.group else None,
         )
 
     def at(self, version: int, digests: Digests) -> Progress:

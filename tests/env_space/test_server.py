@@ -211,7 +211,7 @@ def send_on(opened, more):
 def test_a_client_that_reads_nothing_is_cut_off(soon):
     words = b"GET /words HTTP/1.1\r\nHost: wordle\r\n\r\n"
     options = server_options(KEY)
-    visitors = options["http"].keywords["visitors"]
+    visitors = options["http"].visitors
     with serving(create_app(Settings()), **options) as url, link(url, words, buffer=4096) as opened:
         assert opened.recv(1) == b"H"
         waiting.soon(lambda: not visitors, "the connection is still counted")
