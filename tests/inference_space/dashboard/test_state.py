@@ -254,7 +254,7 @@ def test_looking_back_reads_nothing_of_the_log_again(
     bucket: CountedBucket, cache: RunCache, view: RunView
 ) -> None:
     before = bucket.asked["get"]
-    pages = {one: body(cache.at(one, lambda versions: {})) for one in moments(VERSIONS)[:-1]}
+    pages = {one: body(cache.state.at(one, lambda versions: {})) for one in moments(VERSIONS)[:-1]}
     assert bucket.asked["get"] == before
     assert 1 < len(pages) <= FRAMES
     assert all(f"v{one} serving on 3/3 replicas" in page for one, page in pages.items() if one)
