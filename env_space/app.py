@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -21,13 +21,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from env_space import openenv, watch
-from env_space.game import MAX_GUESSES, MAX_SEED, OPENING, GameError, Move, RewardParts, Rules, Split
+from env_space.game import MAX_GUESSES, MAX_SEED, OPENING, Move, RewardParts, Rules, Split
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
 from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json, open_files, serve
 from space_guard.requests import FRAMING, SAFE_HEADERS, has_key, no_key, problem, read_body, refusals, replay
-from space_guard.setup import Problems, SettingsError, Setup, key_problem
+from space_guard.setup import SettingsError, Setup
 
 MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
@@ -125,8 +125,7 @@ class Metrics:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Build the service, with an empty store. Raises `ValueError` if there are fewer words than
-    `settings.answers`."""
+    """Build the service, with an empty store. Raises `SettingsError` as `Rules` does."""
     rules, metrics = Rules(settings), Metrics()
 
     def ended(session: Session) -> None:
@@ -241,12 +240,6 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
 def _answer_problems(app: FastAPI) -> None:
     """Answer every refusal with a JSON object whose `detail` is a sentence that names the fix."""
 
-    @app.exception_handler(GameError)
-    async def refused(_: Request, error: GameError) -> JSONResponse:
-        # A game takes seconds, and the end of any game makes room.
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return problem(error.status, str(error), headers)
-
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
         found = error.errors()[0]
@@ -293,32 +286,20 @@ def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
     }
 
 
-def find_problems(environ: Mapping[str, str]) -> Problems:
-    """The variables that would prevent a Space on the Hub from starting, each with its problem."""
-    found = key_problem(environ, "WORDLE_KEY", "WORDLE_OPEN")
-    try:
-        Rules(Settings.read(environ))
-    except SettingsError as error:
-        return found | error.problems
-    except ValueError as error:  # there are fewer words than WORDLE_ANSWERS
-        return found | {"WORDLE_ANSWERS": str(error).removesuffix(".")}
-    return found
-
-
 def main() -> None:
     """Serve with the settings in the environment. If one is missing or wrong, a Space on the Hub says so on
     its page; elsewhere the program exits."""
     log_as_json(per_minute=600)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO would name the replica at every move
-    if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):
-        _log.error(SETUP.sentence(problems))
-        host, port = Settings.listen_address(os.environ)
-        return serve(SETUP.app(problems), host=host, port=port, **server_options())
     try:
         settings = Settings.read(os.environ)
         app = create_app(settings)
-    except ValueError as error:
-        sys.exit(f"The Wordle Space cannot start: {error}")
+    except SettingsError as error:
+        if "SPACE_ID" not in os.environ:
+            sys.exit(f"The Wordle Space cannot start: {error}")
+        _log.error(SETUP.sentence(error.problems))
+        host, port = Settings.listen_address(os.environ)
+        return serve(SETUP.app(error.problems), host=host, port=port, **server_options())
     options = server_options(settings.required_key, settings.max_sessions)
     return serve(app, host=settings.host, port=settings.port, **options)
 

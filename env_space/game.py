@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter
+from starlette.exceptions import HTTPException
 
 from env_space.settings import Settings
+from space_guard.setup import SettingsError
 
 LENGTH = 5
 MAX_GUESSES = 6
@@ -31,12 +33,8 @@ Split = Literal["train", "held_out"]
 DEFAULTS = Settings.read({})
 
 
-class GameError(Exception):
-    """A request cannot be served. The message is a sentence for the client; `status` is the HTTP status."""
-
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
+class GameError(HTTPException):
+    """A request cannot be served. `detail` is a sentence for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +115,11 @@ def guesses(length: int = LENGTH) -> frozenset[str]:
 def answers(n: int | None = None, length: int = LENGTH) -> tuple[str, ...]:
     """The first `n` answers (None: all) of `length` letters, in the order of the words' sha256.
 
-    Raises ValueError if `n` is below 1, or there are fewer answers.
+    Raises SettingsError if there are fewer answers.
     """
     words = sorted(_read(f"answers-{length}.txt"), key=lambda word: sha256(word.encode()).digest())
-    if n is not None and not 1 <= n <= len(words):
-        raise ValueError(f"There are {len(words)} answers; ask for 1 to {len(words)} of them, not {n}.")
+    if n is not None and n > len(words):
+        raise SettingsError({"WORDLE_ANSWERS": f"there are only {len(words)} answers of {length} letters"})
     return tuple(words[:n])
 
 
@@ -228,7 +226,7 @@ class Game:
 
 
 class Rules:
-    """The words and settings of all games. Raises ValueError if there are fewer words than `answers`."""
+    """The words and settings of all games. Raises SettingsError if there are fewer words than `answers`."""
 
     def __init__(self, settings: Settings) -> None:
         words = answers(settings.answers, settings.length)

@@ -127,10 +127,10 @@ class Table:
             sentence = f"The message's '{place}' cannot be used: {first['msg']}"
             return _error("VALIDATION_ERROR", f"{sentence}; GET /schema shows what to send.")
         except GameError as error:
-            if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
-                return _error("EXECUTION_ERROR", str(error))
+            if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+                return _error("EXECUTION_ERROR", error.detail)
             counts = {"active_sessions": len(self._sessions), "max_sessions": self._sessions.capacity}
-            return _error("CAPACITY_REACHED", str(error), **counts)
+            return _error("CAPACITY_REACHED", error.detail, **counts)
 
     @property
     def idle(self) -> bool:

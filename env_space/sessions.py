@@ -10,6 +10,7 @@ from uuid import UUID
 from env_space.game import MAX_STORED, Game, GameError, Move, quote
 
 START_ANOTHER = "POST /sessions starts a new one"
+_SOON = {"Retry-After": "1"}  # a game takes seconds, and the end of any game makes room
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,10 @@ class Sessions:
         limit = self._per_client
         if len(self._playing) >= self.capacity:
             fix = "try again in a moment" + ("" if limit else ", or raise WORDLE_MAX_SESSIONS")
-            raise GameError(503, f"{self.capacity} games are in play: {fix}.")
+            raise GameError(503, f"{self.capacity} games are in play: {fix}.", _SOON)
         if limit and sum(session.client == client for session in self._playing.values()) >= limit:
-            raise GameError(429, f"{limit} games of your address are in play: end one of them, or wait.")
+            fix = "end one of them, or wait"
+            raise GameError(429, f"{limit} games of your address are in play: {fix}.", _SOON)
         now = self._clock()
         session = self._playing[id] = Session(id, origin, game, client, now, now)
         return session

@@ -8,7 +8,7 @@ from space_guard.setup import HeaderText, SpaceSettings
 class Settings(SpaceSettings):
     """Each field is the environment variable WORDLE_<FIELD>."""
 
-    PREFIX = "WORDLE_"
+    PREFIX, OPENING = "WORDLE_", "OPEN"
 
     answers: int | None = Field(None, ge=1)  # words that can be the secret; unset: all
     length: int = Field(5, ge=4, le=7)  # letters of a word

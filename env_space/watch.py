@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -51,9 +52,18 @@ class Replica:
     async def turn(self) -> tuple[str, str | None, str]:
         """Let the policy play a turn. Returns its text, its guess (None if it called no tool), and the
         version of its weights. Raises GameError."""
-        answer = await self._ask()
         try:
+            answer = await self._http.post("/v1/chat/completions", json=self.request())
+            if not answer.is_success:
+                reason = f"it answered with status {answer.status_code}"
+                with suppress(ValueError, LookupError, TypeError):
+                    reason = str(answer.json()["error"]["message"])[:300]
+                raise GameError(502, f"The replica cannot play now: {reason}. {_ASLEEP}")
             text = answer.json()["choices"][0]["message"]["content"] or ""
+        except httpx.TimeoutException:
+            raise GameError(502, f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
+        except httpx.HTTPError:
+            raise GameError(502, f"The replica cannot be reached. {_ASLEEP}") from None
         except (ValueError, LookupError, TypeError):
             raise GameError(502, f"The replica's answer is not one of vLLM's. {_ASLEEP}") from None
         self._messages.append({"role": "assistant", "content": text})
@@ -72,21 +82,6 @@ class Replica:
             "include_stop_str_in_output": True,  # the end of a call may be a stop string
             "chat_template_kwargs": {"enable_thinking": False},
         }
-
-    async def _ask(self) -> httpx.Response:
-        try:
-            answer = await self._http.post("/v1/chat/completions", json=self.request())
-        except httpx.TimeoutException:
-            raise GameError(502, f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
-        except httpx.HTTPError:
-            raise GameError(502, f"The replica cannot be reached. {_ASLEEP}") from None
-        if answer.status_code != httpx.codes.OK:
-            try:
-                reason = str(answer.json()["error"]["message"])[:300]
-            except (ValueError, LookupError, TypeError):
-                reason = f"it answered with status {answer.status_code}"
-            raise GameError(502, f"The replica cannot play now: {reason}. {_ASLEEP}")
-        return answer
 
 
 def replica_headers(url: str, key: str) -> dict[str, str]:
@@ -137,7 +132,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
                     yield _event("turn", text=text, version=version, move=MOVE.dump_python(move))
             yield _event("ended", solved=session.game.solved, secret=session.game.secret)
         except GameError as error:
-            yield _event("problem", detail=str(error))
+            yield _event("problem", detail=error.detail)
 
 
 def _event(kind: str, **data: Any) -> str:

@@ -12,7 +12,7 @@ from delta_weight_sync.records import POLL_S, Keys
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.server import NOT_HERE
-from space_guard.setup import HeaderText, Problems, SettingsError, Setup, SpaceSettings, key_problem
+from space_guard.setup import HeaderText, Problems, Setup, SpaceSettings
 
 TOKENS = "https://huggingface.co/settings/tokens"
 
@@ -20,7 +20,7 @@ TOKENS = "https://huggingface.co/settings/tokens"
 class Settings(SpaceSettings):
     """Each field is the variable `REPLICA_<FIELD>`; an unknown `REPLICA_` variable is an error."""
 
-    PREFIX = "REPLICA_"
+    PREFIX, OPENING = "REPLICA_", "OPEN_INFERENCE"
 
     bucket: str  # hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>
     run: str
@@ -38,29 +38,21 @@ class Settings(SpaceSettings):
     request_s: float = Field(900.0, gt=0)  # seconds that an inference request may take
     folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas
 
+    def problems(self, environ: Mapping[str, str]) -> Problems:
+        found = {SIGNING_KEY: NOT_HERE} if environ.get(SIGNING_KEY) else {}
+        for name, check, value in (
+            ("REPLICA_BUCKET", open_bucket, self.bucket),
+            ("REPLICA_RUN", Keys, self.run),
+            (PUBLIC_KEY, PublicKeys, environ.get(PUBLIC_KEY, "")),
+        ):
+            try:
+                check(value)
+            except DeltaWeightSyncError as error:
+                found[name] = str(error)
+        return found
+
 
 SETUP = Setup("replica", then="dashboard", needs=Path(__file__).with_name("setup.toml"))
-
-
-def find_problems(environ: Mapping[str, str]) -> Problems:
-    """The variables that prevent a Space on the Hub from starting, each with its problem."""
-    found = key_problem(environ, "REPLICA_KEY", "REPLICA_OPEN_INFERENCE")
-    try:
-        settings = Settings.read(environ)
-    except SettingsError as error:
-        return found | error.problems
-    for name, check, value in (
-        ("REPLICA_BUCKET", open_bucket, settings.bucket),
-        ("REPLICA_RUN", Keys, settings.run),
-        (PUBLIC_KEY, PublicKeys, environ.get(PUBLIC_KEY, "")),
-    ):
-        try:
-            check(value)
-        except DeltaWeightSyncError as error:
-            found[name] = str(error)
-    if environ.get(SIGNING_KEY):
-        found[SIGNING_KEY] = NOT_HERE
-    return found
 
 
 def access_problems(error: Exception, url: str) -> Problems:

@@ -92,27 +92,20 @@ class Conversation:
     def __init__(self) -> None:
         self.replica = ""  # of the last request
         self._oldest: list[int] = []
-        self._spans: list[tuple[int, int, int]] = []
         self._turns: list[TurnRecord] = []  # with syncs in place of log-probabilities
 
-    def add_headers(self, headers: Mapping[str, str], writer_term: int, inherited: int) -> None:
-        """Record the headers of an answer. Call `add_turn` with its tokens next.
-
-        `writer_term` is this trainer's. An earlier trainer's syncs count only up to `inherited`, because both
-        trainers had the same weights up to that sync.
-        """
+    def add_turn(
+        self, prompt_ids: list[int], output_ids: list[int], headers: Mapping[str, str], own: bool, last: int
+    ) -> None:
+        """Record an answer and the syncs that its headers name. If these syncs are not this trainer's `own`,
+        but an earlier one's, they count only up to `last`: until then, both had the same weights."""
         oldest = int(headers.get("x-policy-sync", 0))
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
-        self._spans = [(int(sync), int(start), int(end)) for sync, start, end in _SPAN.findall(first_choice)]
-        if int(headers.get("x-policy-term", -1)) != writer_term:
-            oldest = min(oldest, inherited)
-            self._spans = [span for span in self._spans if span[0] <= inherited]
-        self._oldest.append(oldest)
-
-    def add_turn(self, prompt_ids: list[int], output_ids: list[int]) -> None:
         syncs = np.full(len(output_ids), UNKNOWN)
-        for sync, start, end in self._spans:
-            syncs[start:end] = sync
+        for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):
+            if own or sync <= last:
+                syncs[start:end] = sync
+        self._oldest.append(oldest if own else min(oldest, last))
         self._turns.append(TurnRecord(prompt_ids, output_ids, syncs.tolist()))
 
     def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
@@ -175,11 +168,6 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             self._rows[sequences[0].rollout_id] = conversation.rows(self._fork_threshold_tokens)
         return rollout
 
-    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        output_ids, log_probs = await super()._generate_one_turn(prompt_ids)
-        _conversation.get().add_turn(prompt_ids, output_ids)
-        return output_ids, log_probs
-
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)
         ids = [sequences[0].rollout_id for sequences in group.completions_sequences if sequences]
@@ -199,7 +187,11 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             await asyncio.sleep(wait_s)
             url = conversation.replica
             try:
-                return await self._request(f"{url}{path}", payload, timeout)
+                answer, headers = await self._request(f"{url}{path}", payload, timeout)
+                own = int(headers.get("x-policy-term", -1)) == self._writer_term
+                output_ids, last = answer["choices"][0]["token_ids"], self._model_version_value.inherited
+                conversation.add_turn(payload["prompt"], output_ids, headers, own, last)
+                return answer
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
                 # Other statuses may come from a replica that is waking up, or whose weights are too old.
@@ -210,10 +202,13 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 self._counters["rollout/vllm_retry_total"] += 1
                 failed = True
 
-    async def _request(self, url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
+    async def _request(
+        self, url: str, payload: dict[str, Any], timeout: float
+    ) -> tuple[dict[str, Any], Mapping[str, str]]:
+        """Returns the answer and its headers."""
         # A replica with older weights would only make samples that the trainer drops.
-        newest = self._model_version_value
-        headers = {_MIN_SYNC: str(max(0, newest.value - self._max_staleness)), **spaces.headers(url)}
+        oldest = max(0, self._model_version_value.value - self._max_staleness)
+        headers = {_MIN_SYNC: str(oldest), **spaces.headers(url)}
         limits = aiohttp.ClientTimeout(timeout, sock_connect=_CONNECT_S)
         # No redirects, because they would carry the key to another host.
         options = {"json": payload, "headers": headers, "allow_redirects": False}
@@ -223,9 +218,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 no_headers = CIMultiDictProxy(CIMultiDict[str]())  # the error must not contain the key
                 request = response.request_info._replace(headers=no_headers)
                 raise aiohttp.ClientResponseError(request, (), status=response.status, message=reason)
-            answer: dict[str, Any] = await response.json()
-            _conversation.get().add_headers(response.headers, self._writer_term, newest.inherited)
-            return answer
+            return await response.json(), response.headers
 
 
 class Syncs(ctypes.Structure):

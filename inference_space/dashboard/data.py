@@ -22,7 +22,7 @@ from delta_weight_sync.runlog import SEGMENT, ReplicaEvent, RunLogReader
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import size_text, time_text
-from inference_space.dashboard.state import Digests, Progress, RunState, Stage
+from inference_space.dashboard.state import Progress, RunState, Start
 from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
 from space_guard.requests import RateLimit
 
@@ -61,8 +61,8 @@ class RunView:
     skipped: int = 0  # lines of the log that are not events
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
-    start: tuple[Stage, ...] = ()  # what happens before the first step
-    waited: str = ""  # time since the last of these stages was done, or since the dashboard started
+    start: Start | None = None  # what happens before the first step
+    waited: str = ""  # time since the last part of the start, or since the dashboard started
 
 
 class RunCache:
@@ -85,7 +85,7 @@ class RunCache:
         self._info: RunInfo | None = None
         self._infos = AnswerCache[ObjectInfo, RunInfo | None](lambda info: read_info(bucket, info.key), 1)
         self._log: RunLogReader | None = None
-        self._state = RunState()
+        self.state = RunState()
         self._opened = time.time()
         self._shown: object = None  # what the shown progress was computed from
         self._lookups: tuple[object, int] = (None, 0)  # which digests were looked up last, and how often
@@ -96,10 +96,6 @@ class RunCache:
         """Return the newest view, and keep it fresh."""
         self._asked.set()
         return self._view
-
-    def at(self, version: int, digests: Digests) -> Progress:
-        """Return the run as it was at an earlier moment; see `RunState.at`."""
-        return self._state.at(version, digests)
 
     def _loop(self) -> None:
         while True:
@@ -121,12 +117,12 @@ class RunCache:
         except Exception as error:  # noqa: BLE001 - the thread must survive, and viewers must see the reason
             problem = f"The bucket could not be read: {type(error).__name__}: {error}"
         was, info, progress = self._view, self._info, self._view.progress
-        basis = (self._state, self._state.events, dict(self._state.digests), own)
+        basis = (self.state, self.state.events, dict(self.state.digests), own)
         if basis != self._shown:
-            self._shown, progress = basis, self._state.progress(own)
+            self._shown, progress = basis, self.state.progress(own)
         over = progress is None or progress.done
-        start = () if progress and progress.done else self._state.start(own)
-        since = max((stage.done_t for stage in start if stage.done_t), default=self._opened)
+        start = None if progress and progress.done else self.state.start(own)
+        since = max((t for t in (start[:3] if start else ()) if t), default=self._opened)
         now = replace(
             was,
             run=info.run if info else self._run,
@@ -146,14 +142,14 @@ class RunCache:
     def _read(self, own: ReplicaEvent | None) -> None:
         info = self._find()
         if info != self._info:
-            self._info, self._state = info, RunState()
+            self._info, self.state = info, RunState()
             self._log = RunLogReader(self._bucket, info.run) if info else None
         if info is None or self._log is None:
             return
         for event in self._log.poll():  # one by one: events that came before a failure are shown
-            self._state.add([event])
-            if not self._view.read and self._state.events % SEGMENT == 0:
-                view, read = self._view, self._state.events
+            self.state.add([event])
+            if not self._view.read and self.state.events % SEGMENT == 0:
+                view, read = self._view, self.state.events
                 self._view = replace(view, run=info.run, events_read=read, revision=view.revision + 1)
         self._learn_digests(RunReader(self._bucket, info.run), own)
 
@@ -166,10 +162,10 @@ class RunCache:
 
     def _learn_digests(self, run: RunReader, own: ReplicaEvent | None) -> None:
         """Look up the published digests of the versions that replicas serve."""
-        known, served = self._state.digests, self._state.served(own)
-        self._state.digests = digests = {version: known[version] for version in served & known.keys()}
+        known, served = self.state.digests, self.state.served(own)
+        self.state.digests = digests = {version: known[version] for version in served & known.keys()}
         wanted = served - digests.keys()
-        asked = (wanted, self._state.version)
+        asked = (wanted, self.state.seen.version)
         self._lookups = asked, self._lookups[1] + 1 if asked == self._lookups[0] else 1
         if not wanted or self._lookups[1] > _DIGEST_TRIES:  # a replica may name a version that never was
             return

@@ -210,7 +210,7 @@ def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None
 
     @routes.get("/frame")
     def frame(version: int) -> str:
-        return past(cache.at(version, library.digests))
+        return past(cache.state.at(version, library.digests))
 
     @routes.get("/inside")
     def inside(version: int) -> str:

@@ -7,14 +7,13 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
-from delta_weight_sync.util import size_text
 
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
@@ -66,31 +65,32 @@ class Replica:
         return replace(self, status=status, versions=(*self.versions, change)[-_STEPS:])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Progress:
-    """Everything a page shows of a run with at least one version."""
+    """Everything a page shows of a run with at least one version. A state fills one in event by event."""
 
-    version: int
-    last_t: float  # unix seconds of the last event
-    done: DoneEvent | None
-    digests: Mapping[int, str | None]  # of versions that replicas and the trainer report, as published
-    full_bytes: int
-    payload_bytes: float | None  # median delta
-    sent_bytes: int  # all uploads after version 0
-    sent_full_bytes: int  # what the same syncs would have sent as whole checkpoints
-    anchor_every: float | None  # median versions between the last anchors; None before the second
-    pause_ms: float | None  # median
-    worst_pause_ms: float | None
-    lag_s: float | None  # median
-    step_s: float | None  # median time between two versions
-    replicas: tuple[Replica, ...]
-    syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...]  # newest first, with the slowest commit
-    trainer: Series  # (unix seconds, version), the window of the staircase
-    curves: dict[str, Series]  # by the names in `_CURVES`
-    group: StepEvent | None  # the newest step whose rollouts were recorded
-    reward_steps: int  # how many steps each of the next two means covers
-    reward_first: float | None  # mean of the first steps
-    reward_lately: float | None  # mean of the last steps
+    version: int = -1  # -1 before the first one
+    last_t: float = 0.0  # unix seconds of the last event
+    done: DoneEvent | None = None
+    full_bytes: int = 0
+    sent_bytes: int = 0  # all uploads after version 0
+    sent_full_bytes: int = 0  # what the same syncs would have sent as whole checkpoints
+    group: StepEvent | None = None  # the newest step whose rollouts were recorded
+    # What follows is computed when a page needs it.
+    digests: Mapping[int, str | None] = field(default_factory=dict)  # published; of versions in reports
+    payload_bytes: float | None = None  # median delta
+    anchor_every: float | None = None  # median versions between the last anchors; None before the second
+    pause_ms: float | None = None  # median
+    worst_pause_ms: float | None = None
+    lag_s: float | None = None  # median
+    step_s: float | None = None  # median time between two versions
+    replicas: tuple[Replica, ...] = ()
+    syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...] = ()  # newest first, with the slowest commit
+    trainer: Series = ()  # (unix seconds, version), the window of the staircase
+    curves: dict[str, Series] = field(default_factory=dict)  # by the names in `_CURVES`
+    reward_steps: int = 0  # how many steps each of the next two means covers
+    reward_first: float | None = None  # mean of the first steps
+    reward_lately: float | None = None  # mean of the last steps
 
     def behind(self, replica: ReplicaEvent) -> int | None:
         """Return how many versions a replica is behind; None if it serves none."""
@@ -102,12 +102,15 @@ class Progress:
         return None if digest is None or report.digest is None else digest == report.digest
 
 
-class Stage(NamedTuple):
-    """One part of a run's start. Do not trust the texts of replicas."""
+class Start(NamedTuple):
+    """How far a run is that has made no step yet. Times are unix seconds; None: not yet."""
 
-    name: str
-    note: str
-    done_t: float | None  # unix seconds; None: not done
+    published_t: float | None  # version 0
+    served_t: float | None
+    played_t: float | None  # the first games
+    replicas: tuple[ReplicaEvent, ...]  # do not trust their texts
+    full_bytes: int
+    taken: float | None  # samples that the trainer has taken
 
 
 class Curve:
@@ -147,18 +150,14 @@ class RunState:
 
     def __init__(self) -> None:
         self.digests: dict[int, str | None] = {}  # published digests; the reader of the bucket fills them in
-        self.version: int | None = None
         self.events = 0  # number of events added so far
-        self._last_t = 0.0
-        self._done: DoneEvent | None = None
+        self.seen = Progress()
         self._recent: deque[SyncEvent] = deque(maxlen=_ROWS)
-        self._sent = self._sent_full = 0
         self._trainer: deque[Point] = deque(maxlen=_WINDOW)
         self._anchored: deque[int] = deque(maxlen=_ROWS)
         self._curves = {name: Curve(peaks=name in _PEAKS) for name in _CURVES}
         self._first: list[float] = []  # the first rewards
         self._lately: deque[float] = deque(maxlen=2 * _MEAN)  # the newest ones
-        self._group: StepEvent | None = None
         self._played: float | None = None  # when the first games were played
         self._slowest: dict[int, CommitEvent] = {}  # by version: the commit with the largest lag
         self._replicas: dict[str, Replica] = {}  # by name, silent longest first
@@ -169,10 +168,10 @@ class RunState:
     def add(self, events: Iterable[Event]) -> None:
         """Add events, oldest first."""
         for event in events:
-            if isinstance(event, SyncEvent) and self.version is not None:
-                self._keep_frame(self.version, event.version)
+            if isinstance(event, SyncEvent) and self._recent:
+                self._keep_frame(self.seen.version, event.version)
             self.events += 1
-            self._last_t = max(self._last_t, event.t)
+            self.seen.last_t = max(self.seen.last_t, event.t)
             match event:
                 case SyncEvent():
                     self._sync(event)
@@ -183,31 +182,26 @@ class RunState:
                 case CommitEvent():
                     self._commit(event)
                 case DoneEvent():
-                    self._done = event
+                    self.seen.done = event
 
     def served(self, own: ReplicaEvent | None = None) -> set[int]:
         """Return the versions whose published digests are needed; `own` is as for `progress`."""
-        reports = [own, self._done, *(replica.status for replica in self._replicas.values())]
+        reports = [own, self.seen.done, *(replica.status for replica in self._replicas.values())]
         return {report.version for report in reports if report and report.version is not None}
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
         """Return what the page shows, None before the first version. `own` is the status of the replica that
         hosts the page: it replaces the one in the log."""
-        if self.version is None:
+        if not self._recent:
             return None
         replicas = dict(self._replicas)
         if own:
-            replicas[own.replica] = replicas.get(own.replica, Replica(own)).report(own, self._last_t)
+            replicas[own.replica] = replicas.get(own.replica, Replica(own)).report(own, self.seen.last_t)
         steps = max(1, len(self._lately) // 2)
-        return Progress(
-            version=self.version,
-            last_t=self._last_t,
-            done=self._done,
+        return replace(
+            self.seen,
             digests=dict(self.digests),
-            full_bytes=self._recent[-1].full_bytes,
             payload_bytes=_median(self._sizes),
-            sent_bytes=self._sent,
-            sent_full_bytes=self._sent_full,
             anchor_every=_median([b - a for a, b in pairwise(self._anchored)]),
             pause_ms=_median(self._all_pauses),
             worst_pause_ms=self._all_pauses[-1] if self._all_pauses else None,
@@ -217,36 +211,27 @@ class RunState:
             syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
             trainer=tuple(self._trainer),
             curves={name: curve.points() for name, curve in self._curves.items()},
-            group=self._group,
             reward_steps=steps,
             reward_first=fmean(self._first[:steps]) if self._first else None,
             reward_lately=fmean(list(self._lately)[-steps:]) if self._lately else None,
         )
 
-    def start(self, own: ReplicaEvent | None = None) -> tuple[Stage, ...]:
-        """Return the parts of the run's start, in their order; none after its first step."""
-        if self.version or self._lately:
-            return ()
-        base, games, step = "waiting for a trainer to publish it", "", ""
+    def start(self, own: ReplicaEvent | None = None) -> Start | None:
+        """Return how far the run's start is, None after its first step."""
+        if self.seen.version > 0 or self._lately:
+            return None
         known = {name: replica.status for name, replica in self._replicas.items()}
         known |= {own.replica: own} if own else {}
-        absent = [status for status in known.values() if status.version is None]
-        replica = "; ".join(f"{one.replica}: {one.error or one.state}" for one in absent[:3])
         changes = (change for replica in self._replicas.values() for change in replica.versions)
-        served = [t for t, version in changes if not math.isnan(version)]
-        if self.version is not None:
-            base = f"published, {size_text(self._recent[-1].full_bytes)}"
-        if serving := len(known) - len(absent):
-            replica, served = f"{serving} of {len(known)} serving", served or [self._last_t]
-            games = "being played; each finished group is shown below"
-        if self._played is not None and self._group:
-            games = f"{self._group.metrics.get('sample/taken', 0):.0f} taken by the trainer, the newest below"
-            step = "needs a full batch of games"
-        return (
-            Stage("Version 0", base, self._trainer[0][0] if self._trainer else None),
-            Stage("Replica", replica or "none has reported yet", min(served) if serving else None),
-            Stage("First games", games, self._played),
-            Stage("First step", step, None),
+        served = [t for t, version in changes if not math.isnan(version)] or [self.seen.last_t]
+        serving = any(status.version is not None for status in known.values())
+        return Start(
+            published_t=self._trainer[0][0] if self._trainer else None,
+            served_t=min(served) if serving else None,
+            played_t=self._played,
+            replicas=tuple(known.values()),
+            full_bytes=self.seen.full_bytes,
+            taken=self.seen.group.metrics.get("sample/taken", 0.0) if self.seen.group else None,
         )
 
     def at(self, version: int, digests: Digests) -> Progress:
@@ -271,16 +256,17 @@ class RunState:
             self._frames = {at: frame for at, frame in self._frames.items() if at % step == 0}
 
     def _sync(self, event: SyncEvent) -> None:
-        self.version, self._done = event.version, None
+        seen = self.seen
+        seen.version, seen.full_bytes, seen.done = event.version, event.full_bytes, None
         self._recent.append(event)
         self._trainer.append((event.t, event.version))
         if event.version == 0 or event.anchor_bytes:
             self._anchored.append(event.version)
             self._curves["anchors"].add(event.version, event.anchor_bytes or event.payload_bytes)
         if event.version:
-            self._sent += event.sent_bytes or event.payload_bytes + event.anchor_bytes
-            self._sent_full += event.full_bytes
-            self._curves["saved"].add(event.version, max(0, self._sent_full - self._sent))
+            seen.sent_bytes += event.sent_bytes or event.payload_bytes + event.anchor_bytes
+            seen.sent_full_bytes += event.full_bytes
+            self._curves["saved"].add(event.version, max(0, seen.sent_full_bytes - seen.sent_bytes))
             self._curves["deltas"].add(event.version, event.payload_bytes)
             self._curves["changed"].add(event.version, event.changed / max(1, event.total))
             _insert(self._sizes, event.payload_bytes)
@@ -294,7 +280,7 @@ class RunState:
         for metric in _METRICS.keys() & event.metrics.keys():
             self._curves[_METRICS[metric]].add(event.step, event.metrics[metric])
         if event.rollouts:
-            self._group = event
+            self.seen.group = event
             if not event.step and self._played is None:
                 self._played = event.t
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
@@ -29,7 +28,7 @@ import uvicorn
 from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from space_guard.requests import has_key, too_many
+from space_guard.requests import RateLimit, has_key, too_many
 
 Client = str | None  # a visitor's address, or None for a client with the key
 
@@ -71,40 +70,34 @@ class _Connection(HttpToolsProtocol):
     opened or answered longest ago is closed, so a new client gets in and a client with the key stays.
     """
 
-    def __init__(
-        self,
-        *,
-        limits: Limits,
-        visitors: "dict[_Connection, None]",
-        max_visitors: int,
-        key: str,
-        **given: Any,
-    ) -> None:
-        super().__init__(**given)
-        self._limits, self._visitors, self._max_visitors, self._key = limits, visitors, max_visitors, key
-        self._known = False  # has sent the key
-        self._deadline: asyncio.TimerHandle | None = None
-        self._complete = True  # False from the first byte of a request to its last
-        self._head = 0  # bytes received of the current request, without its body
+    limits: Limits
+    key: str
+    max_visitors: int
+    visitors: "dict[_Connection, None]"
+
+    _known = False  # has sent the key
+    _deadline: asyncio.TimerHandle | None = None
+    _complete = True  # False from the first byte of a request to its last
+    _head = 0  # bytes received of the current request, without its body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         opened = transport.get_extra_info("socket")
         if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
             # The kernel ends a connection whose client reads nothing for this long, even while it closes.
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._limits.unread_s * 1000))
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limits.unread_s * 1000))
         self._join_visitors()
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
-        self._visitors.pop(self, None)
+        self.visitors.pop(self, None)
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection to the WebSocket protocol; the app decides whom to refuse."""
         self._stop_clock()
-        self._visitors.pop(self, None)
+        self.visitors.pop(self, None)
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
@@ -114,8 +107,8 @@ class _Connection(HttpToolsProtocol):
         super().data_received(data)
         if self._complete:
             self._head = 0
-        elif self._head > self._limits.head_bytes and not self.transport.is_closing():
-            limit = f"Send at most {self._limits.head_bytes} bytes."
+        elif self._head > self.limits.head_bytes and not self.transport.is_closing():
+            limit = f"Send at most {self.limits.head_bytes} bytes."
             self.send_400_response(f"The head of the request is too large. {limit}")
 
     def on_message_begin(self) -> None:
@@ -132,9 +125,9 @@ class _Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._known = self._known or has_key(self._key, self.headers)
+        self._known = self._known or has_key(self.key, self.headers)
         if self._known:
-            self._visitors.pop(self, None)
+            self.visitors.pop(self, None)
         self._stop_clock()  # the app limits the body's time and size itself
         super().on_headers_complete()
 
@@ -144,8 +137,8 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
-        if self._limits.keep_active:
-            self._visitors.pop(self, None)
+        if self.limits.keep_active:
+            self.visitors.pop(self, None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -154,11 +147,11 @@ class _Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def _join_visitors(self) -> None:
-        self._visitors.pop(self, None)
-        self._visitors[self] = None
-        if len(self._visitors) > self._max_visitors:
-            oldest = next(iter(self._visitors))
-            del self._visitors[oldest]
+        self.visitors.pop(self, None)
+        self.visitors[self] = None
+        if len(self.visitors) > self.max_visitors:
+            oldest = next(iter(self.visitors))
+            del self.visitors[oldest]
             oldest.transport.abort()
 
     def _answering(self) -> bool:
@@ -166,7 +159,7 @@ class _Connection(HttpToolsProtocol):
 
     def _start_clock(self) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self._limits.request_s, self._late)
+            self._deadline = self.loop.call_later(self.limits.request_s, self._late)
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:
@@ -180,13 +173,14 @@ class _Connection(HttpToolsProtocol):
         if self._complete:
             self.transport.close()  # nothing came: a browser's spare connection needs no answer
         else:
-            late = f"The request did not arrive within {self._limits.request_s:g} s."
+            late = f"The request did not arrive within {self.limits.request_s:g} s."
             self.send_400_response(f"{late} Send it again.")
 
 
-def limited_http(limits: Limits, max_visitors: int, key: str) -> Any:
+def limited_http(limits: Limits, max_visitors: int, key: str) -> type[HttpToolsProtocol]:
     """The value of uvicorn's option `http`: a protocol with these limits for one server."""
-    return partial(_Connection, limits=limits, visitors={}, max_visitors=max_visitors, key=key)
+    shared = {"limits": limits, "max_visitors": max_visitors, "key": key, "visitors": {}}
+    return type("Connection", (_Connection,), shared)
 
 
 def open_files(wanted: int) -> int:
@@ -256,24 +250,21 @@ class Lane:
 
 
 class LogLimit(logging.Filter):
-    """Lets each line of code log `per_minute` records a minute. If some were dropped, and the same line logs
-    in the next minute, its first record there says how many."""
+    """Lets each line of code log `per_minute` records a minute. After some were dropped, the next record of
+    the same line says how many."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._limit, self._clock, self._minute = per_minute, clock, 0
-        self._seen, self._dropped = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        self._rate, self._dropped = RateLimit(per_minute / 60, per_minute, clock), Counter[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        minute = int(self._clock() / 60)
-        if minute != self._minute:
-            self._dropped = self._seen - Counter(dict.fromkeys(self._seen, self._limit))
-            self._minute, self._seen = minute, Counter()
-        source = (record.pathname, record.lineno)
+        source = f"{record.pathname}:{record.lineno}"
+        if self._rate.spend(source, 1):
+            self._dropped[source] += 1
+            return False
         if dropped := self._dropped.pop(source, 0):
             record.msg = f"({dropped} similar lines were dropped) {record.msg}"
-        self._seen[source] += 1
-        return self._seen[source] <= self._limit
+        return True
 
 
 class JsonLines(logging.Formatter):

@@ -110,14 +110,12 @@ def _signals_delayed() -> Iterator[None]:
 
 def free_port(wanted: int = 0) -> int:
     """Return `wanted`, or any free port of the loopback interface; raises `ChildError` if it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier demo's port is free again
-        try:
-            probe.bind(("127.0.0.1", wanted))
-        except OSError:
-            fix = f"choose another, for example: make demo PORT={wanted + 1}"
-            raise ChildError(f"port {wanted} is in use; {fix}") from None
-        return int(probe.getsockname()[1])
+    try:
+        with socket.create_server(("127.0.0.1", wanted)) as probe:  # an earlier demo's port is free again
+            return int(probe.getsockname()[1])
+    except OSError:
+        fix = f"choose another, for example: make demo PORT={wanted + 1}"
+        raise ChildError(f"port {wanted} is in use; {fix}") from None
 
 
 @contextmanager

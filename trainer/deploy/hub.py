@@ -168,18 +168,19 @@ class Space:
 
 
 def spaces_of(
-    api: HfApi, owner: str, name: str, expected: Iterable[str] = (), *, page: bool = False
+    api: HfApi, owner: str, name: str, expected: Iterable[str] = (), *, page: bool | None = False
 ) -> list[Space]:
-    """Return all Spaces of this deployment, the environment's first. Raises `DeployError` for a foreign one.
+    """Return the Spaces of this deployment, the environment's first. Raises `DeployError` for a foreign one.
 
     The Hub's list may be out of date, so `expected` Spaces are looked up as well. With `page`, the static
-    Space is the last. Sets the environment variable `SPACES` to the URLs of all but the static Space, because
-    this process sends its key only to URLs listed there.
+    Space is the only one, or if it is None, the last. Sets the environment variable `SPACES` to the URLs of
+    all but the static Space, because this process sends its key only to URLs listed there.
     """
-    pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+){'|page' * page})")
+    pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+)|page)")
     with explained(f"listing the Spaces of {owner}"):
         names = {*expected, *(space.id for space in api.list_spaces(author=owner))}
-    matches = [match for name in names if (match := pattern.fullmatch(name))]
+    known = [match for name in names if (match := pattern.fullmatch(name))]
+    matches = [match for match in known if page in (None, match[1] == "page")]
     matches.sort(key=lambda match: (match[1] == "page", int(match[2] or 0)))
     found = [_space(api, match[0]) for match in matches]
     existing = [space for space in found if space]
@@ -232,24 +233,26 @@ def make_change(what: str, call: Callable[..., object], *given: object, **option
 def apply(
     api: HfApi, owner: str, name: str, wanted: list[SpacePlan], secrets: Mapping[str, str]
 ) -> list[Space]:
-    """Make the Hub match the plan, and print each change. Returns the Spaces, the environment's first."""
+    """Make the Hub match the plan, which has either the apps or only the page, and print each change.
+    Returns the Spaces, the environment's first."""
     plans, bucket, changes = {plan.repo_id: plan for plan in wanted}, f"{owner}/{name}", 0
+    contents, page = {plan.repo_id: files(plan.folder) for plan in wanted}, not wanted[0].hardware
 
     def change(what: str, *call: Any, **options: Any) -> None:
         nonlocal changes
         make_change(what, *call, **options)
         changes += 1
 
-    there = {space.repo_id for space in spaces_of(api, owner, name, plans)}
-    if bucket_is_private(api, bucket) is None:
+    there = {space.repo_id for space in spaces_of(api, owner, name, plans, page=page)}
+    if not page and bucket_is_private(api, bucket) is None:
         change(f"create the bucket {bucket} (private)", api.create_bucket, bucket, private=True)
     for repo_id in sorted(plans.keys() - there):
         plan, mark = plans[repo_id], [{"key": key, "value": value} for key, value in MARK.items()]
-        options = {"repo_type": "space", "space_sdk": "docker", "private": plan.private}
-        options |= {"space_hardware": plan.hardware, "space_sleep_time": plan.sleep_s}
-        what = f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware})"
-        change(what, api.create_repo, repo_id, space_variables=mark, **options)
-    found = spaces_of(api, owner, name, plans)
+        options: dict[str, Any] = {"repo_type": "space", "space_sdk": "static" if page else "docker"}
+        options |= {"space_hardware": plan.hardware or None, "space_sleep_time": plan.sleep_s}
+        what = f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware or 'static'})"
+        change(what, api.create_repo, repo_id, private=plan.private, space_variables=mark, **options)
+    found = spaces_of(api, owner, name, plans, page=page)
     if hidden := plans.keys() - {space.repo_id for space in found}:
         raise DeployError(f"the Hub does not show {', '.join(sorted(hidden))} yet: run `up` again")
     for space in found:
@@ -258,9 +261,9 @@ def apply(
             change(f"delete {repo_id}, which is not in the plan", api.delete_repo, repo_id, repo_type="space")
             continue
         _update(plans[repo_id], space, secrets, api, change)  # before the files: a new Space starts with them
-        if _upload(api, space, files(plans[repo_id].folder)):
+        if _upload(api, space, contents[repo_id]):
             changes += 1
-        elif stage in (*PAUSED, *FAILED):
+        elif not page and stage in (*PAUSED, *FAILED):
             change(f"restart {repo_id} ({stage})", api.restart_space, repo_id)
     if not changes:
         print("nothing to change: everything is as planned", flush=True)
@@ -285,28 +288,11 @@ def _update(
         if space.secrets.get(name) != mark:
             what = f"set the secret {name} of {repo_id}"
             change(what, api.add_space_secret, repo_id, name, value, description=mark)
-    if space.hardware != hardware:
+    if hardware not in ("", space.hardware):
         what = f"move {repo_id} to {hardware}"
         change(what, api.request_space_hardware, repo_id, hardware, sleep_time=sleep_s)
     elif sleep_s is not None and space.runtime.sleep_time != sleep_s:
         change(f"let {repo_id} sleep after {sleep_s} s", api.set_space_sleep_time, repo_id, sleep_s)
-
-
-def apply_page(
-    api: HfApi, owner: str, name: str, local: Mapping[str, Path | bytes], *, private: bool
-) -> Space:
-    """Make the static Space of the deployment hold exactly these files, and print each change."""
-    repo_id, mark = f"{owner}/{name}{PAGE}", [{"key": key, "value": value} for key, value in MARK.items()]
-    seen, options = "private" if private else "public", {"repo_type": "space", "private": private}
-    if repo_id not in {space.repo_id for space in spaces_of(api, owner, name, [repo_id], page=True)}:
-        new = {"space_sdk": "static", "space_variables": mark}
-        make_change(f"create {repo_id} ({seen}, static)", api.create_repo, repo_id, **options, **new)
-    space = spaces_of(api, owner, name, [repo_id], page=True)[-1]
-    if space.private != private:
-        make_change(f"make {repo_id} {seen}", api.update_repo_settings, repo_id, **options)
-    if not _upload(api, space, local):
-        print(f"the files of {repo_id} have not changed", flush=True)
-    return space
 
 
 def _upload(api: HfApi, space: Space, local: Mapping[str, Path | bytes]) -> bool:

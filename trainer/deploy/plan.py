@@ -43,10 +43,10 @@ class SpacePlan:
     """One Space as it should be. Has the names of its secrets, but not their values."""
 
     repo_id: str
-    folder: App  # see `stage`
+    folder: App | Path  # see `files`; a `Path` for a static Space
     variables: Mapping[str, str]
     secrets: tuple[str, ...]
-    hardware: str
+    hardware: str  # "" for a static Space
     sleep_s: int | None  # None on cpu-basic, where the Hub allows only its own value, 48 hours
     private: bool
 
@@ -118,9 +118,11 @@ def stage(app: App, out: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def files(app: App) -> dict[str, Path]:
-    """Map each path in the Space's repository to a file of the checkout, sorted.
+def files(app: App | Path) -> dict[str, Path | bytes]:
+    """Map each path in the Space's repository to a file of the checkout, sorted, or of a page's folder.
     Raises `DeployError` for a link, and for a file that matches `_FILES` but is not tracked by git."""
+    if isinstance(app, Path):
+        return page_files(app)
     if untracked := _git("--others", *_FILES[app]):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
     listed = _git("--cached", "--error-unmatch", *_FILES[app])

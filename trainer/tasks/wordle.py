@@ -47,16 +47,13 @@ class WordleEnv:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._opening: dict[str, Any] = {}
-        self._session, self._turn = "", 0
-        self._reward: float | None = None
-        self.done, self.solved = True, False
 
     def reset(self, seed: int, split: str = "train", **row: Any) -> None:
         """Start the game of `seed`, on the words of the split: `train` or `held_out`."""
         self._session, self._turn = uuid.uuid4().hex, 0
         self._opening = {"seed": seed, "split": split, "id": self._session}
-        self._reward, self.done, self.solved = None, False, False
+        self._reward: float | None = None
+        self.done, self.solved = False, False
 
     async def guess(self, word: str) -> str:
         """Guess the secret word.
