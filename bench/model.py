@@ -109,13 +109,13 @@ class Reader:
         self.live = {name: array.copy() for name, array in model.bits.items()}
         self.tensors = {n: torch.from_numpy(array).view(torch.bfloat16) for n, array in self.live.items()}
         self._shapes = {name: array.shape for name, array in self.live.items()}
-        self._patches: list[Patch] = []
+        self.patches: list[Patch] = []
         self._table, self._memory = memory_of(self.tensors)
         self._writes: list[worker.Step] = []
 
     def decode(self, encoding: str) -> None:
         """File to patches."""
-        self._patches = list(self._read(encoding))
+        self.patches = list(self._read(encoding))
 
     def receive(self, encoding: str) -> None:
         """File to weights."""
@@ -130,17 +130,17 @@ class Reader:
 
     def apply(self) -> None:
         """Add the patches."""
-        for patch in self._patches:
+        for patch in self.patches:
             codec.apply(patch, self.live[patch.name])
 
     def take_back(self) -> None:
         """Take them back."""
-        for patch in self._patches:
+        for patch in self.patches:
             codec.apply(codec.inverse(patch), self.live[patch.name])
 
     def stage(self) -> None:
         """Where every change goes, and to which bits, for the commit."""
-        self._writes = [self._memory.prepare(changes(self._patches, self._table))[0]]
+        self._writes = [self._memory.prepare(changes(self.patches, self._table))[0]]
 
     def commit(self) -> None:
         """Write and read back, as the engine does within the pause."""
