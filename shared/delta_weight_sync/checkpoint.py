@@ -1,6 +1,6 @@
 """Reads Hugging Face checkpoints as bf16 bits, `{name: uint16 array}`, and writes bits as checkpoints.
 
-Only live tensors need torch, which takes seconds to import; files do not.
+Only casts need torch, which takes seconds to import; mapping a file's bf16 bits does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ WEIGHTS = "model.safetensors"  # of a checkpoint in one file
 INDEX = f"{WEIGHTS}.index.json"  # beside several files
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
-_CHUNK = 1 << 18  # elements cast at a time; the scratch space stays in the cache
 _HEAD = "lm_head.weight"
 _SAME = 0.01  # a policy keeps at least this share of a tensor's elements; unrelated models share fewer
 _SHARDS = "model*.safetensors"
@@ -65,31 +64,15 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]:
     """Yield (name, bf16 bits) of tensors of a `.safetensors` file, each in its shape.
 
-    Raises `CheckpointError` for a dtype that numpy does not have, for example in a quantized checkpoint.
+    Raises `CheckpointError` for floats of 8 bits or fewer, as in a quantized checkpoint.
     """
-    bf16 = map_bits(path)
-    with safe_open(path, framework="numpy") as file:
+    with safe_open(path, framework="pt") as file:
         for name in names:
-            try:
-                yield name, bf16[name].copy() if name in bf16 else to_nearest(file.get_tensor(name))
-            except (TypeError, AttributeError) as error:
-                raise CheckpointError(f"{name} in {path.name} cannot be cast to bfloat16: {error}") from error
-
-
-def to_nearest(values: NDArray[Any]) -> Bits:
-    """Round `values` to bf16 as torch does (to nearest, ties to even); returns uint16 bits of the same shape.
-
-    Every NaN becomes 0x7fc0. (torch's result for a NaN depends on the machine: 0x7fc0 or 0xffff.)
-    """
-    flat = values.reshape(-1)
-    bits = np.empty(flat.size, np.uint16)
-    for start in range(0, flat.size, _CHUNK):
-        with np.errstate(over="ignore", invalid="ignore"):
-            part = flat[start : start + _CHUNK].astype(np.float32)
-        word = part.view(np.uint32)
-        rounded = (word + (0x7FFF + (word >> 16 & 1))) >> 16
-        bits[start : start + part.size] = np.where(np.isnan(part), 0x7FC0, rounded)
-    return bits.reshape(values.shape)
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and tensor.element_size() == 1:
+                kind = f"its {tensor.dtype} needs scales; name a checkpoint that is not quantized"
+                raise CheckpointError(f"{name} in {path.name} cannot be cast to bfloat16: {kind}")
+            yield name, to_bits(tensor)
 
 
 def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
