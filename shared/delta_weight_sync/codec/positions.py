@@ -8,7 +8,6 @@ Both directions sort a chunk of weights into bands. Then writing finds the rank 
 and reading finds the position of each rank.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from delta_weight_sync.codec._lanes import BANDS, LANES, at_most, lowest, ones, select, split
 from delta_weight_sync.codec._patch import Bits, Index, Patch
-from delta_weight_sync.codec.bits import FLIPPED, State, Words, walk
+from delta_weight_sync.codec.bits import FLIPPED, HALFWAY, State, Words, walk
 from delta_weight_sync.util import kernel
 
 Band = NDArray[np.uint8]
@@ -26,9 +25,6 @@ Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
 _WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # about this many of a group are sampled for rates
 _BLOCKS = 64  # blocks in a chunk: as many as `at_most` compares
 _CHUNK = _BLOCKS * LANES
-_HALFWAY = math.log(
-    (math.sqrt(5) - 1) / 2
-)  # of a run's probability: there, the next Rice parameter is better
 _NONE = 1e-6  # stands for no event at all
 _ALL = np.uint64((1 << 64) - 1)
 _AHEAD = 2  # positions written for each block even if it has fewer changes
@@ -75,7 +71,7 @@ def _bits(bands: Floats) -> Floats:
     items, events = bands[:2], bands[1:]
     rare = np.minimum(events, items - events)
     other = 1 - np.maximum(rare, _NONE) / np.maximum(items, 1)  # the probability that an item is no event
-    k = np.maximum(np.ceil(np.log2(_HALFWAY / np.log(other))), 0)  # the best Rice parameter
+    k = np.maximum(np.ceil(np.log2(HALFWAY / np.log(other))), 0)
     longer = other**2**k  # the probability that a run has 2^k items or more
     return (rare * (k + 1 + longer / (1 - longer))).sum(0)
 
