@@ -170,6 +170,7 @@ class Codec:
         patch = CountedPatch(self._scenario, whole.name, float(path.read_bytes().split()[0]))
         self._sleep(cost.DECODE["fast"].seconds(self._scenario.owned, patch.index.size))
         self.apply(patch, whole)
+        path.unlink()
 
     def map_folder(self, folder: Path, _: str = "r") -> dict[str, CountedBits]:
         """As `checkpoint.map_folder`."""
@@ -283,10 +284,11 @@ class CountedLayout:
             self._anchor = manifest.anchor
         for ref in manifest.anchor.weights:
             (self._folder / ref.name).touch()
-        sum_s = (rate.seconds(asked.params) for rate in (cost.LOAD, cost.DIGEST, cost.SAVE))
-        sleep(sum(sum_s))
-        for ref in self._reader.recipe(manifest).deltas:
-            self._reader.fetch(ref, self._folder)
+        check_s = cost.DIGEST.seconds(asked.params) / asked.threads
+        sleep(cost.LOAD.seconds(asked.params) + check_s + cost.SAVE.seconds(asked.params))
+        deltas = self._reader.recipe(manifest).deltas
+        self._reader.fetch_all(deltas, self._folder)
+        for ref in deltas:
             decode_s = cost.DECODE["fast"].seconds(asked.owned, ref.changed) / asked.threads
             sleep(decode_s + cost.APPLY.seconds(0, ref.changed))
         return self._folder, {}

@@ -189,7 +189,6 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
         reader.checkout(manifest, into)
-        require_digest(map_folder(into), manifest)
 
 
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
@@ -207,7 +206,6 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
     try:
         for path in paths:
             apply_delta(state, path)
-            path.unlink()
         require_digest(state, manifest)
     except (errors.CodecError, errors.ProtocolError):
         return False

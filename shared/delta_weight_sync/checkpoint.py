@@ -1,6 +1,6 @@
 """Reads Hugging Face checkpoints as bf16 bits, `{name: uint16 array}`, and writes bits as checkpoints.
 
-Only live tensors need torch, which takes seconds to import; files do not.
+Only casts need torch, which takes seconds to import; mapping a file's bf16 bits does not.
 """
 
 from __future__ import annotations
@@ -39,13 +39,21 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 def to_bits(tensor: torch.Tensor) -> Bits:
-    """Cast `tensor` to bf16 and copy it: uint16 bits of the same shape, C-contiguous, on the host."""
+    """Cast `tensor` to bf16 and copy it: uint16 bits of the same shape, C-contiguous, on the host.
+
+    Host tensors are rounded as by `codec.nearest`, because torch's bits of a NaN depend on the machine.
+    """
     import torch
+
+    from delta_weight_sync.codec import nearest  # imported here, because numba takes seconds to load
 
     if tensor.is_cuda or tensor.dtype == torch.bfloat16:
         cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
         return cast.view(torch.uint16).numpy()
-    return to_nearest(tensor.detach().numpy())
+    words = tensor.detach().float().contiguous().numpy().view(np.uint32)
+    bits = np.empty(tensor.shape, np.uint16)
+    nearest(words.reshape(-1), bits.reshape(-1))
+    return bits
 
 
 def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
@@ -66,26 +74,15 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]:
     """Yield (name, bf16 bits) of tensors of a `.safetensors` file, each in its shape.
 
-    Raises `CheckpointError` for a dtype that numpy does not have, for example in a quantized checkpoint.
+    Raises `CheckpointError` for floats of 8 bits or fewer, as in a quantized checkpoint.
     """
-    bf16 = map_bits(path)
-    with safe_open(path, framework="numpy") as file:
+    with safe_open(path, framework="pt") as file:
         for name in names:
-            try:
-                yield name, bf16[name].copy() if name in bf16 else to_nearest(file.get_tensor(name))
-            except (TypeError, AttributeError) as error:
-                raise CheckpointError(f"{name} in {path.name} cannot be cast to bfloat16: {error}") from error
-
-
-def to_nearest(values: NDArray[Any]) -> Bits:
-    """Round `values` to bf16 as `codec.nearest` does; returns uint16 bits of the same shape."""
-    from delta_weight_sync.codec import nearest  # imported here, because numba takes seconds to load
-
-    with np.errstate(over="ignore", invalid="ignore"):
-        words = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    bits = np.empty(values.shape, np.uint16)
-    nearest(words.reshape(-1), bits.reshape(-1))
-    return bits
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and tensor.element_size() == 1:
+                kind = f"its {tensor.dtype} needs scales; name a checkpoint that is not quantized"
+                raise CheckpointError(f"{name} in {path.name} cannot be cast to bfloat16: {kind}")
+            yield name, to_bits(tensor)
 
 
 def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:

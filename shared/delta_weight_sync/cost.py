@@ -257,15 +257,17 @@ class Plan:
         self.published_hour = min(wanted, self.publisher_versions_hour)
         self.steps_per_version = wanted / self.published_hour
 
-        # A replica that joins late, before it stages. It fetches and applies one file after another.
+        # A replica that joins late, before it stages. It fetches all files, then applies one after another.
         def deltas_s(versions: float) -> float:
             size, changed, files = recipe.after_anchor(versions)
-            requests_s = files * parts * (further or _LATER[-1][1][0]) * asked.latency
-            decode_s = decode.seconds(params, changed) / self.threads
-            return requests_s + size / link + decode_s + APPLY.seconds(params, changed)
+            rounds = 1 if large else math.ceil(files * parts / SIDE_BY_SIDE)
+            requests_s = rounds * (further or _LATER[-1][1][0]) * asked.latency
+            apply_s = decode.seconds(params, changed) + APPLY.seconds(params, changed)
+            return requests_s + size / link + apply_s / self.threads
 
         self.join_anchor_s, self.join_deltas_s = self.full / link, deltas_s(self.anchor_every / 2)
-        self.join_rebuild_s = LOAD.seconds(params) + DIGEST.seconds(params) + SAVE.seconds(params)
+        check_s = DIGEST.seconds(params) / self.threads
+        self.join_rebuild_s = LOAD.seconds(params) + check_s + SAVE.seconds(params)
         self.join_s = self.join_anchor_s + self.join_deltas_s + self.join_rebuild_s
         self.join_worst_s = self.join_s - self.join_deltas_s + deltas_s(self.anchor_every - 1)
 

@@ -21,7 +21,7 @@ from numba import carray
 from numpy.typing import NDArray
 
 from delta_weight_sync.codec._lanes import pointer
-from delta_weight_sync.util import kernel
+from delta_weight_sync.util import in_order, kernel
 
 BLOCK = 4096
 _NO_BLOCK = np.uint64(1 << 63)  # no block has this number
@@ -131,7 +131,7 @@ def add_all(tensors: Iterable[tuple[str, int, int]], index: Index, ulps: Bits) -
 
 def state_digest(state: Mapping[str, Bits]) -> int:
     """Digest of a whole model: checkpoint name -> bf16 bits (uint16)."""
-    return sum(tensor_digest(name, bits) for name, bits in state.items()) % (1 << 64)
+    return sum(in_order(lambda item: tensor_digest(*item), state.items())) % (1 << 64)
 
 
 def to_hex(digest: int) -> str:

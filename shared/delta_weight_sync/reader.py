@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from safetensors import SafetensorError
@@ -33,6 +34,7 @@ from delta_weight_sync.records import (
 )
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
+from delta_weight_sync.util import in_order
 
 SIDE_BY_SIDE = 6  # files that are fetched at the same time
 _TRIES = 5  # attempts to list the HEADs: again if a new writer removes one before it is read
@@ -241,43 +243,28 @@ class RunReader:
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
         """Write a version to `folder` as a Hugging Face checkpoint.
 
-        The anchor's files come first; its weights are replaced after the digest is checked.
+        The anchor's files come first; its weights are changed in place once all deltas are there. So memory
+        never holds the model, and a try after a failed download uses the files that are complete.
 
         Returns:
-            The weights: tensor name -> bf16 bits as uint16, in the tensor's shape.
+            The weights, mapped from the files: tensor name -> bf16 bits as uint16, in the tensor's shape.
+            Writing to them changes the files. They are valid until you write another version to `folder`.
 
         Raises:
             ProtocolError, CodecError: A file is damaged, or the digest is not the published one.
         """
         self.fetch_anchor(manifest.anchor, folder)
         with checkpoint_errors(manifest.anchor):
-            state = dict(checkpoint.read_bits(folder))
-        for delta in self.recipe(manifest).deltas:
-            self.apply(state, delta, folder)
-        require_digest(state, manifest)
-        for path in (folder / ref.name for ref in manifest.anchor.weights):
-            checkpoint.write_bits(checkpoint.shapes_in(path), state.__getitem__, path)
-        return state
-
-    def rebuild(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
-        """Like `checkout`, but in the files, so that memory never holds the model.
-
-        Returns:
-            The weights, mapped from the files.
-        """
-        self.fetch_anchor(manifest.anchor, folder)
-        with checkpoint_errors(manifest.anchor):
             state = checkpoint.map_folder(folder, "r+")
-        for delta in self.recipe(manifest).deltas:
-            self.apply(state, delta, folder)
+        with TemporaryDirectory(prefix=".deltas-", dir=folder) as scratch:
+            self.apply(state, self.recipe(manifest).deltas, Path(scratch))
         require_digest(state, manifest)
         return state
 
-    def apply(self, state: dict[str, Bits], ref: FileRef, folder: Path) -> None:
-        """Fetch a delta file to the scratch folder and apply it to `state` in place."""
-        path = self.fetch(ref, folder)
-        apply_delta(state, path)
-        path.unlink()
+    def apply(self, state: dict[str, Bits], deltas: Iterable[FileRef], folder: Path) -> None:
+        """Fetch delta files to the scratch folder, and apply them to `state` in place, in this order."""
+        for path in self.fetch_all(deltas, folder):
+            apply_delta(state, path)
 
     def require_intact(self) -> None:
         """Raise `ProtocolError` or `ObjectMissingError` if the last writer's HEAD or manifest is damaged."""
@@ -452,10 +439,10 @@ def _manifests(keys: Iterable[str]) -> Iterator[tuple[VersionKey, str]]:
     return ((parts, key) for parts, key in parsed if parts and parts.kind == "manifests")
 
 
-def remove_other_files(folder: Path, anchor: AnchorRef) -> None:
-    """Create `folder` if needed. Remove its subfolders, and each file whose name `anchor` does not have."""
+def remove_other_files(folder: Path, wanted: AnchorRef | Recipe) -> None:
+    """Create `folder` if needed. Remove its subfolders, and each file whose name `wanted` does not have."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {ref.name for ref in anchor.files}
+    names = {ref.name for ref in wanted.files}
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -475,7 +462,7 @@ def checkpoint_errors(anchor: AnchorRef) -> Iterator[None]:
 
 
 def apply_delta(state: dict[str, Bits], path: Path) -> None:
-    """Apply a delta file to `state` in place.
+    """Apply a delta file to `state` in place, then delete it.
 
     Raises:
         CodecError: The file is damaged. `state` may then hold a part of the changes: discard it.
@@ -483,8 +470,14 @@ def apply_delta(state: dict[str, Bits], path: Path) -> None:
     from delta_weight_sync import codec
 
     shapes = {name: bits.shape for name, bits in state.items()}
-    for patch in codec.Delta(path).patches(shapes, state.__getitem__):
-        codec.apply(patch, state[patch.name])
+
+    def add(part: codec.Decoded) -> None:
+        for patch in part.patches(shapes):
+            codec.apply(patch, state[patch.name])
+
+    for _ in in_order(add, codec.Delta(path).decode(shapes, state.__getitem__)):
+        pass  # several groups of tensors at a time
+    path.unlink()
 
 
 def require_digest(state: dict[str, Bits], manifest: Manifest, expected: str = "") -> None:

@@ -93,8 +93,7 @@ def test_an_anchor_that_is_kept_does_not_count_as_progress(tmp_path, monkeypatch
     layout = Layout(reader, tmp_path / "r")
     layout.put(reader.manifest())
     manifest = run.step()
-    apply = RunReader.apply
-    monkeypatch.setattr(RunReader, "apply", lambda *given: (said.append(layout.progress()), apply(*given)))
+    monkeypatch.setattr(RunReader, "fetch_all", lambda *_: said.append(layout.progress()) or [])
     layout.put(manifest)
     assert said == [f"0.0 of {manifest.recipe().deltas[0].size / 1e6:.1f} MB"]
     run.close()

@@ -232,21 +232,20 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
     state: dict[str, Bits] = {}
     for manifest in manifests:
         if state and manifest.delta:
-            for part in manifest.delta:
-                reader.apply(state, part, folder)
+            reader.apply(state, manifest.delta, folder)
             require_digest(state, manifest)
         else:
-            state = reader.checkout(manifest, folder)
+            state = reader.checkout(manifest, folder / f"{manifest.version}")
         if anchor := anchors.get(manifest.version):
-            reader.checkout(manifest.model_copy(update={"anchor": anchor}), folder)
+            with Scratch() as other:
+                reader.checkout(manifest.model_copy(update={"anchor": anchor}), other)
         for (base, version), parts in jumps.items():
             if base == manifest.version:
                 copy = {name: bits.copy() for name, bits in state.items()}
-                for part in parts.values():
-                    reader.apply(copy, part, folder)
+                reader.apply(copy, parts.values(), folder)
                 require_digest(copy, by_version[version])
         yield manifest
-    reader.checkout(manifests[-1], folder)
+    reader.checkout(manifests[-1], folder / "newest")
 
 
 def _checkout(arguments: Arguments) -> None:

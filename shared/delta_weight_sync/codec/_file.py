@@ -119,7 +119,7 @@ class Delta:
         for number in range(share[0], len(self.groups), share[1]):
             group, (a, b) = self.groups[number], self._starts[number : number + 2]
             streams = {name: _stream(file, f"{number}.{name}") for name in groups.LAYOUTS[group.mode].streams}
-            olds = groups.read_old([group.mode], self._names[a:b], old)
+            olds = groups.read_old(group.mode, self._names[a:b], old)
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
 
     def _read_table(self, text: str) -> None:
@@ -175,9 +175,9 @@ def encode(
     table: list[tuple[str, Sequence[int], int, int]] = []
     described: list[Group] = []
     streams: Streams = {}
-    sparse: list[Mode] = ["bands", "gaps"] if encoding == "small" else ["gaps"]
+    sparse: Mode = "bands" if encoding == "small" else "gaps"
     jobs = groups.encode_jobs(changed, old, sparse)
-    for members, (group, coded) in in_order(lambda job: (job[1], groups.encode_smallest(*job)), jobs):
+    for members, (group, coded) in in_order(lambda job: (job[1], groups.encode_group(*job)), jobs):
         table += [(p.name, p.shape, p.index.size, len(described)) for p in members]
         streams |= {f"{len(described)}.{key}": stream for key, stream in coded.items()}
         described.append(group)

@@ -8,6 +8,7 @@ A *band* is a sequence of items, some of which are events (changes, or large cha
 than half of a band's items are events, it is `flipped`: the other items are coded instead.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from delta_weight_sync.errors import CodecError
 from delta_weight_sync.util import kernel
 
 MAX_K = 40
+# The best Rice parameter k is the smallest with p ** 2**k <= exp(HALFWAY), where p is the probability that an
+# item is no event (Gallager and Van Voorhis, 1975).
+HALFWAY = math.log((math.sqrt(5) - 1) / 2)
 MAX_GOLOMB = 14
 FAR = 1 << 62  # a run longer than any sequence: there is no further event
 _PART = 4096  # a flipped band is read this many items at a time
@@ -31,26 +35,16 @@ State = NDArray[np.int64]
 
 @kernel
 def rice_k(numbers: Numbers) -> tuple[int, int]:
-    """(k, bits): the parameter with which the Rice section of `numbers` is shortest, and its length."""
-    total = np.int64(0)
+    """(k, bits): the parameter that is best for runs between independent events, and the section's length."""
+    total, k = np.int64(0), 0
     for number in numbers:
         total += number
-    guess = 0
-    while guess < MAX_K and (numbers.size << (guess + 1)) < total:
-        guess += 1
-    first, last = max(guess - 1, 0), min(guess + 1, MAX_K)
-    one, two, three = np.uint64(0), np.uint64(0), np.uint64(0)  # sums of the quotients of three parameters
+    if total > 0:
+        k = min(max(math.ceil(math.log2(-HALFWAY / math.log1p(numbers.size / total))), 0), MAX_K)
+    bits = np.int64(numbers.size) * (k + 1)
     for number in numbers:
-        quotient = np.uint64(number) >> np.uint64(first)
-        one += quotient
-        two += quotient >> np.uint64(1)
-        three += quotient >> np.uint64(2)
-    best_k, best_bits = 0, np.int64(-1)
-    for k, quotients in ((first, one), (first + 1, two), (first + 2, three)):
-        bits = np.int64(numbers.size) * (k + 1) + np.int64(quotients)
-        if k <= last and (best_bits < 0 or bits < best_bits):
-            best_k, best_bits = k, bits
-    return best_k, int(best_bits)
+        bits += number >> k
+    return k, int(bits)
 
 
 @kernel

@@ -308,50 +308,31 @@ def _unpack(frame: Bytes, size: int) -> Bytes:
     return np.frombuffer(unpacked, np.uint8)
 
 
-def encode_jobs(
-    patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]
-) -> Iterator[tuple[Sequence[Mode], list[Patch], Old]]:
-    """Yield the groups: the modes to try for each, its patches, and the lookup of their old bits.
+def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Mode) -> Iterator[tuple[Mode, list[Patch], Old]]:
+    """Yield the groups: the mode of each, its patches, and the lookup of their old bits.
 
-    Consecutive tensors for which the same mode is smallest form a group. The modes in `sparse` count as one
-    here; for tensors with few changes no other modes are tried.
+    Consecutive tensors for which the same mode is smallest form a group. For a tensor with few changes,
+    that is mode `sparse`.
     """
     members: list[Patch] = []
-    modes, elements = sparse, 0
+    mode, elements = sparse, 0
     for patch in patches:
         others = _other_modes(patch)
-        mode = encode_smallest([*sparse, *others], [patch], old)[0].mode if others else sparse[0]
-        best = sparse if mode in sparse else [mode]
-        if members and (best != modes or elements >= GROUP_ELEMENTS):
-            yield modes, members, read_old(modes, [p.name for p in members], old).__getitem__
+        best = _smallest([sparse, *others], patch, old) if others else sparse
+        if members and (best != mode or elements >= GROUP_ELEMENTS):
+            yield mode, members, read_old(mode, [p.name for p in members], old).__getitem__
             members, elements = [], 0
-        modes = best
+        mode = best
         members.append(patch)
         elements += patch.numel
     if members:
-        yield modes, members, read_old(modes, [p.name for p in members], old).__getitem__
+        yield mode, members, read_old(mode, [p.name for p in members], old).__getitem__
 
 
-def encode_smallest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
-    """Code a group in the mode that takes the fewest bytes; of several such modes, in the last."""
-    best = encode_group(modes[0], patches, old)
-    for mode in modes[1:]:
-        if _least_bytes(mode, patches) <= _bytes(best):
-            best = min(encode_group(mode, patches, old), best, key=_bytes)
-    return best
-
-
-def _bytes(coded: tuple[Group, Streams]) -> int:
-    return sum(stream.size for stream in coded[1].values())
-
-
-def _least_bytes(mode: Mode, patches: Sequence[Patch]) -> int:
-    """A lower bound of a group's bytes in `mode`; 0 if none is cheap to compute."""
-    changes, elements = sum(p.index.size for p in patches), sum(p.numel for p in patches)
-    if mode != "gaps" or 2 * changes > elements:
-        return 0
-    _, length = bits.rice_k(_flat_runs(patches))
-    return length // 8 + changes // 8
+def _smallest(modes: Sequence[Mode], patch: Patch, old: Old) -> Mode:
+    """The mode in which a tensor takes the fewest bytes; of several such modes, the last."""
+    sizes = {m: sum(s.size for s in encode_group(m, [patch], old)[1].values()) for m in reversed(modes)}
+    return min(sizes, key=sizes.__getitem__)
 
 
 def _other_modes(patch: Patch) -> list[Mode]:
@@ -367,10 +348,9 @@ def _other_modes(patch: Patch) -> list[Mode]:
     return [mode for mode in worth if worth[mode]]
 
 
-def read_old(modes: Sequence[Mode], names: Iterable[str], old: Old) -> dict[str, Bits]:
-    """Read what `modes` need of `old`, in the order of `names`.
+def read_old(mode: Mode, names: Iterable[str], old: Old) -> dict[str, Bits]:
+    """Read what `mode` needs of `old`, in the order of `names`.
 
     `old` must run in this thread: it may take a lock, or ask other ranks in a fixed order.
     """
-    needed = any(LAYOUTS[mode].reads_old for mode in modes)
-    return {name: old(name) for name in names} if needed else {}
+    return {name: old(name) for name in names} if LAYOUTS[mode].reads_old else {}

@@ -230,7 +230,7 @@ class Outbox:
         found, folder = dict[str, Bits](), self.shortcuts.folder / "resumed"
         if self._peers.main:
             try:
-                found = self._writer.reader.rebuild(newest, folder)
+                found = self._writer.reader.checkout(newest, folder)
             except (errors.ProtocolError, errors.CodecError, errors.ObjectMissingError, SafetensorError) as e:
                 _log.warning("the newest version cannot be rebuilt, so the next one is an anchor: %s", e)
         self._spread(found.items())

@@ -212,7 +212,6 @@ class Shortcuts:
             codec.apply(patch, bits[patch.name])
         if patches is None:
             apply_delta(bits, version.file)
-            version.file.unlink()
         self._version = number
         due = [start for start in self._starts if start.jump_is_due(number)]
         if len(self._published) > _BEHIND:
