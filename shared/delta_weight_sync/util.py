@@ -4,7 +4,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Job = TypeVar("Job")
@@ -55,19 +58,20 @@ def in_parts(work: Callable[[slice], Result], count: int, least: int) -> list[Re
     return [*in_order(work, map(slice, cuts, cuts[1:]), parts)]
 
 
-def swapped(outgoing: Sequence[bytes], sizes: Sequence[int], group: Any) -> list[Any]:
-    """Send bytes to each process of a group of torch's; returns what came from each.
+def swap(outgoing: "Sequence[NDArray[Any]]", sizes: Sequence[int], group: Any) -> "NDArray[Any]":
+    """Send an array to each process of a group of torch's; returns what came from all, joined.
 
-    `sizes`: how many bytes each process sends here.
+    `sizes`: the length of the array that each process sends here. All arrays have one dtype.
     """
     import numpy as np  # imported here, because not every command needs them
     import torch
     from torch.distributed import all_to_all_single
 
-    coming, lengths = np.empty(sum(sizes), np.uint8), [*map(len, outgoing)]
-    sent = np.concatenate([np.frombuffer(each, np.uint8) for each in outgoing])
-    all_to_all_single(torch.from_numpy(coming), torch.from_numpy(sent), [*sizes], lengths, group=group)
-    return [part.data for part in np.split(coming, np.cumsum(sizes[:-1]))]
+    sent, parts = np.concatenate(outgoing), [each.nbytes for each in outgoing]
+    came = np.empty(sum(sizes), sent.dtype)
+    to, of = (torch.from_numpy(column.view(np.uint8)) for column in (came, sent))
+    all_to_all_single(to, of, [size * sent.itemsize for size in sizes], parts, group=group)
+    return came
 
 
 def size_text(size: float) -> str:

@@ -1,6 +1,6 @@
 """Two workers of a tensor-parallel replica decode a delta together."""
 
-from itertools import chain
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,16 @@ from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
 from tests import forked
 from tests.support.live_weights import delta
 
+SHAPES = {"rows": (6, 5), "columns": (5, 6), "norm": (8,), "first": (5,)}
 
-class Half(torch.nn.Module):
-    """One of two workers: half of the rows or columns of tensors, or all of them, or none."""
 
-    def __init__(self, rank: int) -> None:
+class Shard(torch.nn.Module):
+    """What one of several workers holds: a part of the rows or columns, or the whole tensor, or nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
         super().__init__()
-        self.rank = rank
-        held = {"rows": (3, 8), "columns": (6, 4), "norm": (8,)}
+        self.rank, self.size = rank, size
+        held = {"rows": (6 // size, 5), "columns": (5, 6 // size), "norm": (8,)}
         for name, shape in (held | ({} if rank else {"first": (5,)})).items():
             setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
 
@@ -31,22 +33,19 @@ class Half(torch.nn.Module):
         for name, tensor in weights:
             if hasattr(self, name):
                 dim = {"rows": 0, "columns": 1}.get(name)
-                held = tensor if dim is None else tensor.chunk(2, dim)[self.rank]
-                getattr(self, name).copy_(held)
+                getattr(self, name).copy_(tensor if dim is None else tensor.chunk(self.size, dim)[self.rank])
 
 
-HALVES = {"rows": (6, 8), "columns": (6, 8), "norm": (8,), "first": (5,)}
-
-
-def stage_together(rank: int, folder: Path, encoding: str) -> None:
-    """What one of two workers does. Each tensor is a group of the delta's two parts."""
+def stage_together(rank: int, folder: Path, hosts: str, shares: list[int]) -> None:
+    """What one of the workers does. Each tensor is a group of the delta's two parts."""
+    socket.gethostname = lambda: hosts[rank]
     old, new = (dict(np.load(folder / f"{name}.npz")) for name in ("old", "new"))
-    models = Half(rank), Half(rank)
+    models = Shard(rank, len(hosts)), Shard(rank, len(hosts))
     for model, state in zip(models, (old, new), strict=True):
         tensors = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in state.items()}
         model.load_weights(tensors.items())
-    together, learned = Ranks(2), learn(models[0], HALVES)
-    owned, _ = ownership(HALVES, together.gather(learned.sources))
+    together, learned = Ranks(len(hosts)), learn(models[0], SHAPES)
+    owned, _ = ownership(SHAPES, together.gather(learned.sources))
     weights = LiveWeights(learned.routes, owned[rank], Fallback(models[0], {}), together)
     decoded, decode = list[str](), groups.decode_group
 
@@ -60,21 +59,23 @@ def stage_together(rank: int, folder: Path, encoding: str) -> None:
     assert staged.digest == weights.digest() == state_digest(new)
     for mine, fresh in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(mine.view(torch.int16), fresh.view(torch.int16))
-    everyone = together.gather(decoded)
-    assert sorted(chain(*everyone)) == sorted([*HALVES] * (1 if encoding == "fast" else 2))
-    assert encoding == "small" or [*map(len, everyone)] == [2, 2]
+    assert [*map(len, together.gather(decoded))] == shares
 
 
-@pytest.mark.parametrize("encoding", ["fast", "small"])
-def test_workers_divide_the_decoding_unless_it_needs_old_bits(tmp_path, monkeypatch, encoding):
+@pytest.mark.parametrize(
+    ("encoding", "hosts", "shares"),
+    [("fast", "aa", [2, 2]), ("small", "aa", [4, 4]), ("fast", "aab", [2, 2, 4])],
+    ids=["two workers", "old bits are needed", "another host"],
+)
+def test_the_workers_of_a_host_divide_the_decoding(tmp_path, monkeypatch, encoding, hosts, shares):
     """Each holds what a fresh load would give it, however the tensors are divided among the workers."""
     rng = np.random.default_rng(0)
-    old = {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, shape in HALVES.items()}
+    old = {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, shape in SHAPES.items()}
     new = {name: bits + rng.integers(0, 2, bits.shape).astype(np.uint16) for name, bits in old.items()}
     monkeypatch.setattr(groups, "GROUP_ELEMENTS", 1)
-    names = [*HALVES]
+    names = [*SHAPES]
     for part in (names[:3], names[3:]):
         delta(tmp_path / f"{part[0]}.safetensors", *({n: s[n] for n in part} for s in (old, new)), encoding)
     for name, state in {"old": old, "new": new}.items():
         np.savez(tmp_path / f"{name}.npz", **state)
-    assert forked.ranks(stage_together, 2, tmp_path, encoding) == [0, 0]
+    assert forked.ranks(stage_together, len(hosts), tmp_path, hosts, shares) == [0] * len(hosts)

@@ -30,7 +30,7 @@ from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CodecError, PeerError
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place
 from delta_weight_sync.records import MAX_PARTS
-from delta_weight_sync.util import swapped
+from delta_weight_sync.util import swap
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 _TIMEOUT = datetime.timedelta(
@@ -224,11 +224,13 @@ class Peers:
         outgoing: list[list[Patch]] = [[] for _ in range(self.size)]
         for patch in patches:
             outgoing[owners[patch.name]].append(patch)
-        packed = [pickle.dumps(Decoded.of(some), pickle.HIGHEST_PROTOCOL) for some in outgoing]
-        sizes = [size[self.rank] for size in self.exchange([*map(len, packed)])]
+        pickles = (pickle.dumps(Decoded.of(some), pickle.HIGHEST_PROTOCOL) for some in outgoing)
+        packed = [np.frombuffer(each, np.uint8) for each in pickles]
+        sizes = [size[self.rank] for size in self.exchange([data.size for data in packed])]
         with self._contact():
-            parts = swapped(packed, sizes, self._group)
-        return [patch for part in parts for patch in pickle.loads(part).patches(shapes)]
+            coming = swap(packed, sizes, self._group)
+        parts = np.split(coming, np.cumsum(sizes[:-1]))
+        return [patch for part in parts for patch in pickle.loads(part.data).patches(shapes)]
 
     def scatter(
         self, tensors: Iterable[tuple[str, Bits]], owners: Owners

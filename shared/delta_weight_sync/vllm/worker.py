@@ -43,12 +43,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from numpy.typing import NDArray
 
 from delta_weight_sync import checkpoint, codec, errors
 from delta_weight_sync.codec import Bits, Patch
 from delta_weight_sync.codec._patch import cut
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.util import swap
 from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Step, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
@@ -97,17 +97,8 @@ class Ranks:
         """Give each worker in `near` its changes; returns those that they gave this one."""
         sizes = self.gather_near([(changes.rows.size, changes.element.size) for changes in found])
         coming = [sent[self.place] for sent in sizes]
-        sent = zip(*found, strict=True)
-        rows, counts = (self._swap(next(sent), [size for size, _ in coming]) for _ in range(2))
-        element, ulps = (self._swap(next(sent), [size for _, size in coming]) for _ in range(2))
-        return Changes(rows, counts, element, ulps)
-
-    def _swap(self, outgoing: Sequence[NDArray[Any]], sizes: Sequence[int]) -> NDArray[Any]:
-        parts, sent = [part.nbytes for part in outgoing], np.concatenate(outgoing)
-        came = np.empty(sum(sizes), sent.dtype)
-        to, of = (torch.from_numpy(column.view(np.uint8)) for column in (came, sent))
-        dist.all_to_all_single(to, of, [size * sent.itemsize for size in sizes], parts, group=self._near)
-        return came
+        columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)  # sizes of rows, then of changes
+        return Changes(*(swap(each, [size[which] for size in coming], self._near) for each, which in columns))
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """Join all workers' parts (int16) on the host. Each element is zero on all workers but one."""
