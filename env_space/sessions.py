@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any
 from uuid import UUID
@@ -59,28 +59,21 @@ class Session:
         }
 
 
+@dataclass(eq=False)
 class Sessions:
     """Holds at most `capacity` games in play. Nothing here awaits, so one event loop needs no locks.
 
     A game expires `ttl_s` seconds after its last move; other requests do not keep it alive. Games that ended
     without expiring answer retries for `ttl_s` seconds, or until `capacity` later games have ended.
-
-    `on_end` is called once for every game, when it ends. `per_client` is the maximum number of games in play
-    per client; None for trainers' games, which have no such limit.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        ttl_s: float,
-        on_end: Callable[[Session], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
-        per_client: int | None = None,
-    ) -> None:
-        self.capacity, self.ttl_s = capacity, ttl_s
-        self._on_end, self._clock, self._per_client = on_end, clock, per_client
-        self._playing: dict[UUID, Session] = {}  # least recently played first
-        self._ended: dict[UUID, Session] = {}  # first ended first
+    capacity: int
+    ttl_s: float
+    on_end: Callable[[Session], None] = lambda _: None  # called once for every game, when it ends
+    clock: Callable[[], float] = time.monotonic
+    per_client: int | None = None  # games in play per client; None for trainers, who have no such limit
+    _playing: dict[UUID, Session] = field(default_factory=dict)  # least recently played first
+    _ended: dict[UUID, Session] = field(default_factory=dict)  # first ended first
 
     def __len__(self) -> int:
         self.reap()
@@ -100,14 +93,14 @@ class Sessions:
                 opened = f"Session {id} was opened with seed {then.seed} of split {then.split}"
                 raise GameError(409, f"{opened}, not {origin.seed} of {origin.split}: choose a new id.")
             return session
-        limit = self._per_client
+        limit = self.per_client
         if len(self._playing) >= self.capacity:
             fix = "try again in a moment" + ("" if limit else ", or raise WORDLE_MAX_SESSIONS")
             raise GameError(503, f"{self.capacity} games are in play: {fix}.", _SOON)
         if limit and sum(session.client == client for session in self._playing.values()) >= limit:
             fix = "end one of them, or wait"
             raise GameError(429, f"{limit} games of your address are in play: {fix}.", _SOON)
-        now = self._clock()
+        now = self.clock()
         session = self._playing[id] = Session(id, origin, game, client, now, now)
         return session
 
@@ -134,7 +127,7 @@ class Sessions:
             self._end(session)
         else:
             self._playing[id] = self._playing.pop(id)
-            session.used_at = self._clock()
+            session.used_at = self.clock()
         return move
 
     def close(self, id: UUID) -> Game:
@@ -150,7 +143,7 @@ class Sessions:
 
     def reap(self) -> None:
         """Let idle games expire, and forget games that ended long enough ago."""
-        horizon = self._clock() - self.ttl_s
+        horizon = self.clock() - self.ttl_s
         for store in (self._ended, self._playing):
             for session in list(takewhile(lambda session: session.used_at <= horizon, store.values())):
                 if not self._ended.pop(session.id, None):
@@ -167,8 +160,8 @@ class Sessions:
     def _end(self, session: Session) -> None:
         session.game.give_up()
         if self._playing.pop(session.id, None):
-            session.used_at = self._clock()
+            session.used_at = self.clock()
             self._ended[session.id] = session
-            self._on_end(session)
+            self.on_end(session)
         if len(self._ended) > self.capacity:
             del self._ended[next(iter(self._ended))]

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -86,33 +86,22 @@ _PASSED_ON = frozenset(
 _HOST = (b"host", b"replica")
 
 
+@dataclass
 class Gate:
-    """ASGI middleware.
+    """ASGI middleware."""
 
-    Args:
-        key: Opens the keyed routes. If it is empty, they are open to everyone who can reach this machine.
-        lanes: The limits by the names in `Route.lane`. A lane that is missing has no limit.
-        readers: The objects that check bodies, by the names in `Route.body`.
-        open_inference: Keyed routes need no key. Capacity is still reserved for requests with the key.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        key: str,
-        lanes: Mapping[str, Lane],
-        readers: "Mapping[str, Completions | DashboardCalls]",
-        open_inference: bool = False,
-        rate: RateLimit | None = None,
-    ) -> None:
-        self._app, self._key, self._open = app, key, open_inference
-        self._lanes, self._arriving = lanes, Lane(ARRIVING)
-        self._readers, self._rate = readers, rate or RateLimit(*RATE)
+    app: ASGIApp
+    _: KW_ONLY
+    key: str  # opens the keyed routes; if it is empty, they are open to everyone who can reach this machine
+    lanes: Mapping[str, Lane]  # the limits by the names in `Route.lane`; a lane that is missing has no limit
+    readers: "Mapping[str, Completions | DashboardCalls]"  # check bodies, by the names in `Route.body`
+    open_inference: bool = False  # keyed routes need no key; capacity is still reserved for those with it
+    rate: RateLimit = field(default_factory=lambda: RateLimit(*RATE))
+    arriving: Lane = field(default_factory=lambda: Lane(ARRIVING))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         begun = False
@@ -136,18 +125,18 @@ class Gate:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = find_route(scope)
-        client = None if has_key(self._key, scope["headers"]) else client_address(scope)
-        if client is not None and route.keyed and not self._open:
+        client = None if has_key(self.key, scope["headers"]) else client_address(scope)
+        if client is not None and route.keyed and not self.open_inference:
             raise no_key(scope["headers"], "REPLICA_KEY")
-        if client is not None and self._rate.spend(client, route.cost):
+        if client is not None and self.rate.spend(client, route.cost):
             raise too_many("your address sends too many requests")
         body, units = await self._read(scope, receive, route, client)
-        lane = self._lanes.get(route.lane) or Lane(sys.maxsize)
+        lane = self.lanes.get(route.lane) or Lane(sys.maxsize)
         with lane.admit(client, units):
             headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
             try:
                 async with asyncio.timeout(lane.seconds) as clock:
-                    await self._app({**scope, "headers": headers}, replay(body, receive), send)
+                    await self.app({**scope, "headers": headers}, replay(body, receive), send)
             except TimeoutError:
                 if not clock.expired():  # a timeout of the app itself, not of the lane
                     raise
@@ -167,9 +156,9 @@ class Gate:
             raise HTTPException(
                 415, "the body must be JSON: send it with Content-Type: application/json", CLOSE
             )
-        reader = self._readers[route.body]
+        reader = self.readers[route.body]
         units = min(reader.limit, announced or reader.limit)
-        with self._arriving.admit(client, units if client is None else max(units, LEAST)):
+        with self.arriving.admit(client, units if client is None else max(units, LEAST)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:
             return reader.read(body, client)

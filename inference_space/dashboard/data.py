@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -202,6 +202,7 @@ Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
 
+@dataclass(eq=False)
 class AnswerCache(Generic[Question, Answer]):
     """Computes each answer once, one at a time, and keeps the most recently used answers.
 
@@ -209,30 +210,26 @@ class AnswerCache(Generic[Question, Answer]):
     `ProtocolError` or `CodecError` is kept, too, and raised again for `FAILED_S` seconds without a new try.
     """
 
-    def __init__(
-        self,
-        work: Callable[[Question], Answer],
-        room: int,
-        weigh: Callable[[Answer], int] = lambda _: 1,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._work, self._room, self._weigh, self._clock = work, room, weigh, clock
-        # Answer, weight, and time at which it expires.
-        self._kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = OrderedDict()
-        self._lock = threading.Lock()
+    work: Callable[[Question], Answer]
+    room: int
+    weigh: Callable[[Answer], int] = lambda _: 1
+    clock: Clock = time.monotonic
+    # Answer, weight, and time at which it expires.
+    _kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, question: Question) -> Answer:
         with self._lock:
-            if question not in self._kept or self._kept[question][2] < self._clock():
+            if question not in self._kept or self._kept[question][2] < self.clock():
                 try:
-                    found = self._work(question)
-                    self._kept[question] = found, self._weigh(found), math.inf
+                    found = self.work(question)
+                    self._kept[question] = found, self.weigh(found), math.inf
                 except (errors.ProtocolError, errors.CodecError) as error:
-                    until = self._clock() + FAILED_S
-                    self._kept[question] = error.with_traceback(None), self._room / 1024, until
+                    until = self.clock() + FAILED_S
+                    self._kept[question] = error.with_traceback(None), self.room / 1024, until
             self._kept.move_to_end(question)
             answer, *_ = self._kept[question]
-            while len(self._kept) > 1 and sum(weight for _, weight, _ in self._kept.values()) > self._room:
+            while len(self._kept) > 1 and sum(weight for _, weight, _ in self._kept.values()) > self.room:
                 self._kept.popitem(last=False)
             if isinstance(answer, Exception):
                 raise answer.with_traceback(None)

@@ -104,7 +104,6 @@ def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
     ("variables", "said"),
     [
         ({}, f"{WRONG}REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
-        ({"REPLICA_BUCKET": "file:///tmp/none", "REPLICA_RUN": "a b"}, f"{WRONG}REPLICA_RUN: 'a b' is"),
         ({"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"}, f"{WRONG}REPLICA_BUCKET: 'ftp://x' is not"),
         (
             {"REPLICA_BUCKET": "file:///tmp", "REPLICA_RUN": "a", "REPLICA_FOLDER": "/tmp"},
