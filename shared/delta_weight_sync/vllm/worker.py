@@ -35,6 +35,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -85,17 +86,17 @@ class Ranks:
         self.near = next(ranks for ranks in by_host if self.rank in ranks)
         self.place = self.near.index(self.rank)
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Return `mine` of every worker, by rank; it must be plain data."""
-        return _gather(mine, self._group, self.size)
-
-    def gather_near(self, mine: Any) -> list[Any]:
-        """Like `gather`, of the workers in `near`."""
-        return _gather(mine, self._near, len(self.near))
+    def gather(self, mine: Any, *, near: bool = False) -> list[Any]:
+        """Return `mine` (plain data) of every worker, or of those in `near`, by rank."""
+        group, size = (self._near, len(self.near)) if near else (self._group, self.size)
+        everyone = [mine] * size
+        if group is not None:
+            dist.all_gather_object(everyone, mine, group=group)
+        return everyone
 
     def swap(self, found: Sequence[Changes]) -> Changes:
         """Give each worker in `near` its changes; returns those that they gave this one."""
-        sizes = self.gather_near([(changes.rows.size, changes.element.size) for changes in found])
+        sizes = self.gather([(c.rows.size, c.element.size) for c in found], near=True)
         coming = [sent[self.place] for sent in sizes]
         columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)  # sizes of rows, then of changes
         return Changes(*(swap(each, [size[which] for size in coming], self._near) for each, which in columns))
@@ -124,13 +125,6 @@ class Ranks:
         found = [f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason]
         if error is None and found:
             raise errors.WorkerError(found[0])
-
-
-def _gather(mine: Any, group: Any, size: int) -> list[Any]:
-    everyone = [mine] * size
-    if group is not None:
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 class Fallback:
@@ -232,27 +226,20 @@ class LiveWeights:
         ranks, kept = self._ranks, self._fallback.bits
         with ranks.fail_together():
             deltas = [codec.Delta(path) for path in paths]
-            divided = self._is_divided(deltas)
-            share, tables = (
-                ((ranks.place, len(ranks.near)), self._tables) if divided else ((0, 1), [self._table])
-            )
+            # Decoded changes are five times as large as the file. So they are not sent to other hosts, and if
+            # they are few, not at all. If decoding needs old bits, each worker decodes everything.
+            many = codec.one_step(deltas) and sum(delta.changes for delta in deltas) >= _MANY
+            divided = many and not any(delta.reads_old for delta in deltas)
+            tables = self._tables if divided else [self._table]  # of the workers that decode together
+            share = ranks.place % len(tables), len(tables)
             decoded = [*codec.merged(deltas, self.shapes, self.bits, share)]
             found = memory.find(decoded, tables)
         parts = decoded if kept else []
         reloaded = [patch for part in parts for patch in part.patches(self.shapes) if patch.name in kept]
-        if not divided:
-            return self._staged(found, reloaded, live)
-        everyones = ranks.gather_near(reloaded) if kept else []
-        return self._staged([ranks.swap(found)], [patch for some in everyones for patch in some], live)
-
-    def _is_divided(self, deltas: Sequence[codec.Delta]) -> bool:
-        """Whether each worker of this host decodes a share of the deltas, for all of them.
-
-        Decoded changes are five times as large as the file. So they are not sent to other hosts, and if they
-        are few, not at all. If decoding needs old bits, each worker decodes all.
-        """
-        many = sum(delta.changes for delta in deltas) >= _MANY and len(self._ranks.near) > 1
-        return many and codec.one_step(deltas) and not any(delta.reads_old for delta in deltas)
+        if len(tables) > 1:
+            found = [ranks.swap(found)]
+            reloaded = [*chain(*ranks.gather(reloaded, near=True))] if kept else []
+        return self._staged(found, reloaded, live)
 
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
