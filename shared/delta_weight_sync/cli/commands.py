@@ -381,7 +381,7 @@ def _follow(arguments: Arguments) -> None:
     Ctrl-C ends the command with exit code 130, SIGTERM with 0.
     """
     into, once = arguments.into, arguments.once
-    with _ended_by_sigterm(), follow(_opened(arguments), into, once=once, on_error=_complain) as versions:
+    with _ended_by_signals(), follow(_opened(arguments), into, once=once, on_error=_complain) as versions:
         for version in versions:
             try:
                 _announce(version, into, arguments.on_version)
@@ -408,13 +408,15 @@ def _complain(error: Exception) -> None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """While the block runs, SIGTERM raises `SystemExit`. Like Ctrl-C, it also ends a running command."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+def _ended_by_signals() -> Iterator[None]:
+    """While the block runs, Ctrl-C and SIGTERM raise `SystemExit`, which also ends a running command."""
+    codes: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
+    before = {sign: signal.signal(sign, lambda got, _: sys.exit(codes[got])) for sign in codes}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def _gc(arguments: Arguments) -> None:
