@@ -155,17 +155,15 @@ def follow(
         built: list[FollowedVersion] = []
         last_complaint = ""
 
-        def build_or_fall_back(manifest: Manifest) -> None:
-            try:
-                built.append(FollowedVersion(manifest, folder.update(manifest)))
-            except (errors.ProtocolError, errors.ObjectMissingError):
-                if folder.held is None and (older := reader.readable(manifest)) and older != manifest:
-                    build_or_fall_back(older)
-                raise
+        def update(manifest: Manifest) -> None:
+            built.append(FollowedVersion(manifest, folder.update(manifest)))
+
+        def try_update(manifest: Manifest) -> None:
+            update(manifest) if folder.held else reader.try_older(manifest, update)
 
         while not stopped.is_set():
             try:
-                if watcher.check(build_or_fall_back):
+                if watcher.check(try_update):
                     error = watcher.problem()
             except (errors.DeltaWeightSyncError, OSError) as caught:
                 error = caught

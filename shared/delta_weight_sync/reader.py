@@ -5,9 +5,8 @@ The codec and the digest are imported only where weights are handled: listing ve
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -170,6 +169,16 @@ class RunReader:
             found = self.parent(found)
         return found
 
+    def try_older(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
+        """Call `use` with a version. If that finds a file damaged or missing, also call `use` with the newest
+        version before it that has no such file; then raise the error all the same."""
+        try:
+            use(manifest)
+        except (errors.ProtocolError, errors.ObjectMissingError):
+            if (older := self.readable(manifest)) and older != manifest:
+                self.try_older(older, use)
+            raise
+
     def fetch_ahead(self, keys: Iterable[str]) -> None:
         """Begin to read small objects in parallel. Each is checked as usual when it is used."""
         self._ahead = {key: self._ahead.get(key) or self._pool.submit(self.bucket.get, key) for key in keys}
@@ -254,8 +263,7 @@ class RunReader:
             ProtocolError, CodecError: A file is damaged, or the digest is not the published one.
         """
         self.fetch_anchor(manifest.anchor, folder)
-        with checkpoint_errors(manifest.anchor):
-            state = checkpoint.map_folder(folder, "r+")
+        state = map_weights(folder, manifest.anchor)
         with TemporaryDirectory(prefix=".deltas-", dir=folder) as scratch:
             self.apply(state, self.recipe(manifest).deltas, Path(scratch))
         require_digest(state, manifest)
@@ -450,11 +458,13 @@ def remove_other_files(folder: Path, wanted: AnchorRef | Recipe) -> None:
             path.unlink()
 
 
-@contextmanager
-def checkpoint_errors(anchor: AnchorRef) -> Iterator[None]:
-    """If the anchor's files are not a checkpoint, raise a `ProtocolError` that names the anchor."""
+def map_weights(folder: Path, anchor: AnchorRef) -> dict[str, Bits]:
+    """Map a version's weights from its files, to be changed in place.
+
+    Raises `ProtocolError`, which names the anchor, if the anchor's files are not a checkpoint.
+    """
     try:
-        yield
+        return checkpoint.map_folder(folder, "r+")
     except (SafetensorError, ValueError, LookupError) as error:
         raise errors.ProtocolError(
             f"the anchor of version {anchor.version} is not a checkpoint: {error}"

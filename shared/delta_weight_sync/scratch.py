@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -43,14 +44,11 @@ def _remove(folder: Path, lock: int) -> None:
 
 def _is_left(folder: Path) -> bool:
     """Whether `folder` is no link, belongs to this user, and no process holds its lock."""
-    try:
+    with suppress(OSError):
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return os.fstat(lock).st_uid == os.getuid()
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return os.fstat(lock).st_uid == os.getuid()
+        finally:
+            os.close(lock)
+    return False

@@ -90,14 +90,10 @@ def ones(typing: Any, word: Any) -> Any:
     return types.int64(types.uint64), lambda context, builder, signature, values: builder.ctpop(values[0])
 
 
-@intrinsic
-def lowest(typing: Any, word: Any) -> Any:
-    """Position of the lowest set bit of a uint64; 64 for zero."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.cttz(values[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), emit
+@kernel
+def lowest(word: np.uint64) -> int:
+    """Position of the lowest set bit of a uint64; 64 for zero. Machines have one instruction for it."""
+    return int(ones(~word & (word - np.uint64(1))))
 
 
 @intrinsic

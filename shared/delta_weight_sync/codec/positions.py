@@ -66,6 +66,7 @@ def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
     return [0] * (BANDS - firsts.size) + firsts[1:].tolist()
 
 
+@kernel
 def _bits(bands: Floats) -> Floats:
     """Expected bits of each band; `bands` [3, n] has its numbers of weights, changes and large changes."""
     items, events = bands[:2], bands[1:]

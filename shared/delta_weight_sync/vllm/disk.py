@@ -10,9 +10,8 @@ import shutil
 import stat
 from pathlib import Path
 
-from delta_weight_sync.checkpoint import map_folder
 from delta_weight_sync.errors import ProtocolError, SettingsError
-from delta_weight_sync.reader import RunReader, apply_delta, checkpoint_errors, remove_other_files
+from delta_weight_sync.reader import RunReader, apply_delta, map_weights, remove_other_files
 from delta_weight_sync.records import AnchorRef, Manifest
 
 _STEPS = 10  # progress is reported in tenths, because each new text of the progress is logged
@@ -76,8 +75,7 @@ class Layout:
             self._wanted = 0
         shutil.rmtree(self._version, ignore_errors=True)
         shutil.copytree(anchor, self._version)
-        with checkpoint_errors(manifest.anchor):
-            state = map_folder(self._version, "r+")
+        state = map_weights(self._version, manifest.anchor)
         for path in deltas:
             apply_delta(state, path)
         return self._version, {name: list(bits.shape) for name, bits in state.items()}

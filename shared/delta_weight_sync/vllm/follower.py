@@ -219,13 +219,13 @@ class Follower:
         """Serve a version. `held` is the same version if the owner pinned it or paused at it, else None.
 
         Raises `DeltaWeightSyncError` or `OSError` if that fails. Usually the replica then still serves what
-        it served before. After `_join_first`, it may serve an older version. It serves nothing if its weights
-        had changed or vLLM was being restarted.
+        it served before, or an older version if it served nothing. It serves nothing if its weights had
+        changed or vLLM was being restarted.
         """
         try:
             self._refused.check(manifest, held, self.serving)
             if self.serving is None and not held:
-                self._join_first(manifest)
+                self._reader.try_older(manifest, self._join)  # an older version is better than none
             elif self.serving is None or self._healing:
                 self._join(manifest)
             elif manifest != self.serving:
@@ -271,17 +271,6 @@ class Follower:
         self._serve(manifest, fetch_s, *times)
 
     # By a join: fetch a checkpoint, stage what differs, commit.
-
-    def _join_first(self, manifest: Manifest) -> None:
-        """Join. If a file of the version is damaged or missing, join the newest whole version before it."""
-        try:
-            self._join(manifest)
-        except (errors.ProtocolError, errors.ObjectMissingError):
-            older = self._reader.readable(manifest)
-            if older is None or older == manifest:
-                raise
-            self._join(older)
-            raise
 
     def _join(self, manifest: Manifest) -> None:
         started = time.perf_counter()
