@@ -6,14 +6,13 @@ in the form that OpenAI's clients expect.
 """
 
 import asyncio
-import hashlib
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import MutableHeaders
@@ -183,14 +182,9 @@ BYTES_PER_TOKEN = 16  # in a body, per token of context: a token id takes 8, an 
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together
-MAX_CHOICES = 128  # entries of `structured_outputs.choice`
-MAX_GRAMMAR = 16 << 10  # bytes of each field in `GRAMMARS`, from which vLLM makes a grammar
-GRAMMARS = "structured_outputs", "response_format", "tools"
-# A client's budget for new grammars, in milliseconds of a core: the gain per second, and the most to save up.
-# vLLM never stops a compilation, even if the client hangs up.
-COMPILING = (250.0, 20_000.0)
-KNOWN_GRAMMARS = 1024  # remembered; they cost nothing again, because vLLM keeps them
-MAX_ENTRIES = 1024  # of any other list, except the inputs
+# From these fields, vLLM makes a grammar. It never stops to compile one, even if the client hangs up.
+GRAMMARS = "structured_outputs", "response_format"
+MAX_ENTRIES = 1024  # of any list, except the inputs
 INPUTS = "prompt", "messages"
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (
@@ -210,8 +204,6 @@ class Completions:
 
     context: Callable[[], int | None]  # the model's context in tokens; None while it is not known
     batch: int  # completions that one request may ask for
-    compiling: RateLimit = field(default_factory=lambda: RateLimit(*COMPILING))
-    known: dict[str, None] = field(default_factory=dict)  # grammars, by their hash
 
     @property
     def limit(self) -> int:
@@ -220,7 +212,7 @@ class Completions:
 
     def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
         """The body, unchanged, and how many completions it asks for. Raises `ValueError` if vLLM must not get
-        it, and `HTTPException` if the client must wait."""
+        it."""
         asked = None
         with suppress(ValueError, RecursionError):
             asked = json.loads(body)  # as vLLM reads it
@@ -229,14 +221,12 @@ class Completions:
         for name, value in asked.items():
             if name not in FIELDS and value is not None:
                 raise ValueError(f"the field {name[:40]!r} is not accepted here: leave it out")
-            if name in GRAMMARS:
-                if len(json.dumps(value)) > MAX_GRAMMAR:
-                    raise ValueError(f"{name} is too large: send at most {MAX_GRAMMAR >> 10} KB")
-                choices = value.get("choice") if isinstance(value, dict) else None
-                if isinstance(choices, list) and len(choices) > MAX_CHOICES:
-                    raise ValueError(f"too many choices: send at most {MAX_CHOICES}")
-            elif name not in INPUTS and isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
+            if name not in INPUTS and isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
                 raise ValueError(f"{name} is too long: send at most {MAX_ENTRIES} entries")
+        tools = asked.get("tools") and asked.get("tool_choice") != "none"
+        if client is not None and (tools or any(asked.get(name) for name in GRAMMARS)):
+            without = f"{' and '.join(GRAMMARS)}, and tools unless tool_choice is 'none'"
+            raise ValueError(f"only clients with the key may send {without}: send the Space's REPLICA_KEY")
         stops = asked["stop"] if isinstance(asked.get("stop"), list) else [asked.get("stop")]
         characters = sum(len(text) for text in stops if isinstance(text, str))
         if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
@@ -256,54 +246,7 @@ class Completions:
         completions = n * (len(prompt) if many and prompt else 1)
         if completions > self.batch:
             raise ValueError(f"too many completions (prompts times n): ask for at most {self.batch}")
-        self._compile([asked[name] for name in GRAMMARS if asked.get(name)], client)
         return body, completions
-
-    def _compile(self, grammars: list[Any], client: Client) -> None:
-        digest = hashlib.sha256(json.dumps(grammars).encode()).hexdigest()
-        if not grammars or digest in self.known:
-            return
-        cost, most = compile_ms(grammars), COMPILING[1]
-        if cost > most:
-            raise ValueError(
-                f"the grammar may take {cost / 1000:.0f} s to compile, and at most {most / 1000:.0f} s are"
-                " allowed: use fewer repetitions (* + ? {}), shorter lengths or a smaller schema"
-            )
-        if self.compiling.spend(client or "with the key", cost):
-            raise too_many("your new grammars take too long to compile")
-        self.known[digest] = None
-        if len(self.known) > KNOWN_GRAMMARS:
-            del self.known[next(iter(self.known))]
-
-
-def compile_ms(grammars: list[Any]) -> float:
-    """Estimate the milliseconds of a core that vLLM's xgrammar takes to compile these grammars. The factors
-    were measured with a vocabulary of 150,000 tokens; a smaller one takes less."""
-    texts, lengths, waiting = list[str](), list[float](), list(grammars)
-    formats = ranges = 0
-    while waiting:  # a recursion could get too deep
-        part = waiting.pop()
-        if isinstance(part, list):
-            waiting += part
-        for name, value in part.items() if isinstance(part, dict) else ():
-            if name in ("json", "structural_tag") and isinstance(value, str):
-                with suppress(ValueError, RecursionError):
-                    value = json.loads(value)
-            waiting.append(value)
-            if name in ("regex", "pattern", "grammar"):
-                texts.append(str(value))
-            elif name == "patternProperties" and isinstance(value, dict):
-                texts += value
-            elif name in ("minLength", "maxLength") and isinstance(value, int | float):
-                lengths.append(value)
-            formats += name == "format"
-            ranges += name.lower().endswith(("minimum", "maximum"))
-    for text in texts:
-        within = " ".join(re.findall(r"\{[\d, ]*\}", text))
-        lengths += [int(number[:9]) for number in re.findall(r"\d+", within)]
-    repeats = sum(text.count(sign) for text in texts for sign in "*+?{")
-    sizes = len(json.dumps(grammars)) / 4 + 20.0 * sum(min(300, abs(length)) for length in lengths)
-    return 2.0 * repeats**2 + 200.0 * formats + 15.0 * ranges + sizes
 
 
 MAX_TEXT = 1024  # characters of an event's value
