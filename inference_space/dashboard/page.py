@@ -1,4 +1,4 @@
-"""The dashboard as part of a FastAPI app: its page, and the routes of its views.
+"""The dashboard as part of a FastAPI app: its page, the tab of its owner, and the routes of its views.
 
 Gradio's page is empty until its scripts have run. So `prerendered` inserts styles, scripts and the rendered
 run into it; `static/prerender.js` removes that copy of the run when Gradio shows its own.
@@ -10,8 +10,11 @@ import asyncio
 import base64
 import gzip
 import hashlib
+import hmac
+import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,27 +23,117 @@ import gradio as gr
 import httpx
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
+from gradio.utils import get_space
 from markupsafe import Markup
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.errors import BucketError, DeltaWeightSyncError
 from delta_weight_sync.store import Bucket
 from inference_space.dashboard import data, views
 from inference_space.dashboard.charts import charts, timeline
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
-from inference_space.dashboard.owner import Owner, owner_tab, space_author
 from inference_space.dashboard.state import FRAMES, Progress, moments
 from space_guard.requests import FRAMING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the dashboard also runs without a replica
     from delta_weight_sync.vllm.follower import Commands as Controls
 
 # Gradio writes the request's host name into its page. `prerendered` asks under this name, and replaces it by
 # `location.origin`.
 _NAME = "dashboard.invalid"
 _SESSIONS = 512  # open pages whose revision is remembered; for a forgotten one, the run is sent again
+
+# Set by the Hub in a Space whose README says `hf_oauth: true`; Gradio reads all four.
+_LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
+_REFUSED = (
+    "Only the owner may do this: enter the replica's key (its setting REPLICA_KEY), or log in as the owner."
+)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The clients that may use the controls: those with the key, and the Hugging Face account `name`."""
+
+    key: str = ""
+    name: str = ""
+
+    def allows(self, key: str, login: str) -> bool:
+        """Whether the key or the login is the owner's. An empty key or login never is."""
+        pairs = (key, self.key), (login, self.name)
+        return any(own and hmac.compare_digest(given.encode(), own.encode()) for given, own in pairs)
+
+
+def space_author() -> str:
+    """Return the Space's author if visitors can log in here, else an empty string."""
+    return "" if login_problem() else os.environ.get("SPACE_AUTHOR_NAME", "")
+
+
+def login_problem() -> str:
+    """Say why visitors cannot log in here, and the fix; empty if they can. Outside of a Space, Gradio would
+    log every visitor in as this machine's account."""
+    if not os.environ.get("SPACE_ID"):
+        return "Login with Hugging Face works only in a Space."
+    if get_space() is None:  # Gradio's own condition
+        return "To log in with Hugging Face, set SYSTEM=spaces in the Space's Dockerfile."
+    if not all(os.environ.get(name) for name in _LOGIN_SETTINGS):
+        return "To log in with Hugging Face, set hf_oauth: true at the top of the Space's README.md."
+    return ""
+
+
+def owner_tab(controls: Controls, owner: Owner) -> None:
+    """Add the tab's components to the Blocks that are being built."""
+
+    def pin(version: str) -> None:
+        if not version.strip().isdecimal():
+            raise ValueError("Enter the version to pin: a whole number, 0 or larger.")
+        controls.pin(int(version))
+
+    gr.HTML("<h1>This replica</h1>", apply_default_css=False)
+    state = gr.HTML(lambda: describe(controls), elem_id="dws-owner-state", apply_default_css=False)
+    if owner.name:
+        gr.LoginButton(size="md", icon=None)
+    else:
+        gr.HTML(Markup('<p class="mute">{}</p>').format(login_problem()), apply_default_css=False)
+    key = gr.Textbox(label="Key", type="password", visible=bool(owner.key), elem_id="dws-key")
+    with gr.Row():
+        acts = {
+            gr.Button("Pause following"): lambda _: controls.pause(),
+            gr.Button("Follow the newest"): lambda _: controls.resume(),
+            gr.Button("Heal"): lambda _: controls.heal(),
+        }
+    with gr.Row():
+        version = gr.Textbox(label="Version")  # a Number would log a traceback for text
+        acts[gr.Button("Pin this version")] = pin
+    answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
+    gr.HTML(render_template("actions.html"), apply_default_css=False)
+    for button, act in acts.items():
+        run = guarded(controls, owner, act)
+        button.click(run, [key, version], [state, answer], show_progress="hidden")
+
+
+def describe(controls: Controls) -> Markup:
+    return render_template("following.html", controls=controls)
+
+
+def guarded(
+    controls: Controls, owner: Owner, act: Callable[[str], None]
+) -> Callable[[str | None, str | None, gr.OAuthProfile | None], tuple[str, str]]:
+    """Let only the owner `act`. The handler returns what the replica follows, and why `act` was refused."""
+
+    # Gradio fills in the profile from its signed session; a visitor cannot send one.
+    def run(key: str | None, version: str | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
+        refused = ""
+        try:
+            if not owner.allows(key or "", profile.username if profile else ""):
+                raise ValueError(_REFUSED)
+            act(version or "")
+        except (ValueError, BucketError) as error:
+            refused = Markup('<p class="alert" role="alert">{}</p>').format(error)
+        return describe(controls), refused
+
+    return run
 
 
 def build(view: Callable[[], data.RunView], controls: Controls | None, owner: Owner) -> gr.Blocks:
