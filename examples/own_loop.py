@@ -1,11 +1,11 @@
 """Publish the weights of your own training loop; only what changed at a step goes to the bucket.
 
-    python examples/own_loop.py policy file:///tmp/bucket#own
-    torchrun --nproc-per-node 2 examples/own_loop.py policy file:///tmp/bucket#own
+    python examples/own_loop.py trainer/policies/wordle-tiny file:///tmp/bucket#own
+    torchrun --nproc-per-node 2 examples/own_loop.py trainer/policies/wordle-tiny file:///tmp/bucket#own
 
-`policy` is the folder of a checkpoint, such as `python examples/tiny_policy.py policy` writes, or a model of
-the Hub. In several processes the parameters are sharded. Every rank makes the same calls, and the first one
-writes. End it at any moment and start it again: it resumes as if nothing had happened.
+The first argument is a model of the Hub or, as here, the folder of a checkpoint. In several processes the
+parameters are sharded. Every rank makes the same calls, and the first one writes. End it at any moment and
+start it again: it resumes as if nothing had happened.
 """
 
 import os

@@ -4,8 +4,8 @@
     VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=$RUN vllm serve Qwen/Qwen3-0.6B
     python examples/trl_script.py Qwen/Qwen3-0.6B $RUN http://localhost:8000
 
-vLLM may be on any machine that can read the bucket. To try it on a CPU, let `python examples/tiny_policy.py
-policy` write a model and name `policy` in place of Qwen's, with RUN=file:///tmp/bucket#first.
+vLLM may be on any machine that can read the bucket. To try it on a CPU, name the small policy in
+`trainer/policies/wordle-tiny` in place of Qwen's, with RUN=file:///tmp/bucket#first.
 """
 
 import sys
