@@ -147,10 +147,6 @@ class TooSoonError(EngineError):
     """vLLM cannot be restarted yet, because it started a moment ago."""
 
 
-class RefusedError(EngineError):
-    """vLLM cannot take this version. The message says what the follower waits for."""
-
-
 class CompatibilityError(DeltaWeightSyncError, RuntimeError, kind="compatibility"):
     """This release of vLLM or TRL lacks something that is needed; the message names it and the fix."""
 
