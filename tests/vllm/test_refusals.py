@@ -66,7 +66,8 @@ def refuses(follower: Follower, sentence: str) -> None:
 def test_a_model_that_no_delta_fits_is_not_tried_with_each_version(
     follower, run, vllm, bucket, monkeypatch
 ) -> None:
-    monkeypatch.setattr("delta_weight_sync.watch.FIRST_S", 60.0)
+    for limit in ("FIRST_S", "LONGEST_S"):
+        monkeypatch.setattr(f"delta_weight_sync.watch.{limit}", 60.0)
     vllm.unfit = UNFIT
     follower.start()
     refuses(follower, "head.weight: vLLM changes it after loading")
