@@ -16,9 +16,9 @@ from bench.results import SCRATCH
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest
-from delta_weight_sync.publish.mirror import Block, Mirror, Part
-from delta_weight_sync.vllm import worker
-from delta_weight_sync.vllm.memory import Changes, Table, find
+from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
+from delta_weight_sync.vllm import memory, worker
+from delta_weight_sync.vllm.memory import Changes, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 Format = Encoding | Literal["original"]
@@ -67,7 +67,7 @@ class Model:
 
     def diff(self) -> None:
         """What the trainer waits for."""
-        found = self.mirror.find(whole_parts(self.live()))
+        found = find(self.mirror, whole_parts(self.live()))
         self.mirror.keep(found)
         self.found = found.patches
 
@@ -95,6 +95,14 @@ class Model:
         bits = self.mirror.bits(name).copy()
         codec.apply(codec.inverse(self._pending[name]), bits)
         return bits
+
+
+def find(mirror: Mirror, parts: Iterable[Part]) -> Found:
+    """What changed in the parts since the last sync."""
+    search = mirror.search()
+    for part in parts:
+        search.add(part)
+    return search.found()
 
 
 def whole_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Part]:
@@ -181,4 +189,4 @@ def memory_of(tensors: Tensors) -> tuple[Table, worker.Memory]:
 
 def changes(patches: Sequence[Patch], table: Table) -> Changes:
     """The patches, as a commit has them."""
-    return find([codec.Decoded.of(patches)], [table])[0]
+    return memory.find([codec.Decoded.of(patches)], [table])[0]

@@ -59,15 +59,6 @@ def access_problems(error: Exception, url: str) -> Problems:
     """The variable or secret to fix if `error` says that the bucket at `url` cannot be read; else empty."""
     if not isinstance(error, AccessDeniedError | BucketMissingError):
         return {}
-    if not url.startswith("hf://"):
-        return {"REPLICA_BUCKET": f"{error}"}
-    if not get_token():
-        return {"HF_TOKEN": f"not set, and {url} is private or does not exist; make a token at {TOKENS}"}
-    if getattr(getattr(error.__cause__, "response", None), "status_code", 0) == 401:
-        return {"HF_TOKEN": f"the Hub does not know this token: it is wrong or expired; make one at {TOKENS}"}
-    if isinstance(error, AccessDeniedError):
-        return {"HF_TOKEN": f"this token may not read {url}; give it read access to the bucket at {TOKENS}"}
-    return {  # the Hub gives the same answer in both cases
-        "REPLICA_BUCKET": f"{url} does not exist, or the token in HF_TOKEN may not read it; check the name"
-        f" and the token ({TOKENS}), or start the trainer, which creates the bucket"
-    }
+    on_hub = url.startswith("hf://")
+    wrong = on_hub and (isinstance(error, AccessDeniedError) or not get_token())
+    return {"HF_TOKEN" if wrong else "REPLICA_BUCKET": f"{error}"}

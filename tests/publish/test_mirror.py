@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.model import find
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.digest import tensor_digest
@@ -48,7 +49,7 @@ def pairs(dtype: torch.dtype, numel: int = 5003) -> tuple[torch.Tensor, torch.Te
 
 def diff(kept: Mirror, tensor: torch.Tensor, block: Block | None = None) -> Patch:
     """What changed in the mirror's "w", or in a block of it, after which the mirror has it."""
-    found = kept.find([Part("w", tensor, block or Block.whole(tensor.shape), True)])
+    found = find(kept, [Part("w", tensor, block or Block.whole(tensor.shape), True)])
     kept.keep(found)
     return found.patches[0]
 
@@ -122,7 +123,7 @@ def test_what_was_found_is_in_the_mirror_only_once_it_is_kept():
     kept, new = Mirror(), torch.tensor([1.0, 3.0])
     kept.add("w", torch.tensor([1.0, 2.0]))
     before, digest = kept.bits("w").copy(), kept.digest
-    found = kept.find([Part("w", new, Block.whole(new.shape), True)])
+    found = find(kept, [Part("w", new, Block.whole(new.shape), True)])
     np.testing.assert_array_equal(kept.bits("w"), before)
     assert kept.digest == digest
     kept.keep(found)

@@ -126,13 +126,6 @@ class Mirror:
         """Begin to find what changed since the last sync. Writes nothing."""
         return Search(self)
 
-    def find(self, parts: Iterable[Part]) -> Found:
-        """Find what changed in the parts since the last sync. Writes nothing."""
-        search = self.search()
-        for part in parts:
-            search.add(part)
-        return search.found()
-
     def find_on_host(self, parts: Sequence[Part]) -> list[Patch]:
         """What changed in parts on the host, which are compared as one table."""
         rows, kept = [], []
