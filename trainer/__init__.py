@@ -2,5 +2,5 @@
 
 import os
 
-# TRL warns at import that async GRPO is experimental; `trl.patches` requires the one release that was tested.
+# TRL warns at import that async GRPO is experimental; `compat` warns of releases that were not tested.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

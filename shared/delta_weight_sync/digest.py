@@ -120,10 +120,8 @@ def change_digest(name: str, index: Index, old: Bits, new: Bits) -> int:
 def add_all(tensors: Iterable[tuple[str, int, int]], index: Index, ulps: Bits) -> int:
     """Change tensors in memory. Returns how the digest changes (mod 2^64).
 
-    Args:
-        tensors: Name of each tensor, address of its contiguous bits, and number of changes, at least one.
-        index: int64 [n]: positions of the changes, tensor after tensor, increasing within each.
-        ulps: uint16 [n]: what to add to the bits.
+    `tensors`: name, address of the contiguous bits, and number of changes (at least one) of each. `index` and
+    `ulps` [n]: as in a `Patch`, one tensor after the other.
     """
     rows = [(address, seed(name), changes) for name, address, changes in tensors]
     return int(_add_all(np.array(rows, np.uint64).reshape(-1, 3), index, ulps, INNER))

@@ -58,29 +58,6 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
-class SideStream:
-    """Reads on its own stream: it waits for the last write, but not for training's later work.
-
-    Without a GPU there is no stream, and reads do not wait.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._written: torch.cuda.Event | None = None
-
-    def mark_written(self) -> None:
-        """Later reads wait for the work launched so far on the caller's stream."""
-        if self._stream:
-            self._written = torch.cuda.current_stream(self._stream.device).record_event()
-
-    def read(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host."""
-        with torch.cuda.stream(self._stream):
-            if self._stream and self._written:
-                self._stream.wait_event(self._written)
-            return read(memory)
-
-
 def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], device: torch.device) -> None:
     """Move the int16 tensors `names` into one block of host memory, pinned until `owner` is gone.
 

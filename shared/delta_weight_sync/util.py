@@ -4,10 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Job = TypeVar("Job")
@@ -58,8 +55,8 @@ def in_parts(work: Callable[[slice], Result], count: int, least: int) -> list[Re
     return [*in_order(work, map(slice, cuts, cuts[1:]), parts)]
 
 
-def swap(outgoing: "Sequence[NDArray[Any]]", sizes: Sequence[int], group: Any) -> "NDArray[Any]":
-    """Send an array to each process of a group of torch's; returns what came from all, joined.
+def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
+    """Send a numpy array to each process of a group of torch's; returns what came from all, joined.
 
     `sizes`: the length of the array that each process sends here. All arrays have one dtype.
     """

@@ -83,14 +83,11 @@ def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
 def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
     """Find the differences of many tensors, without a Python step for each.
 
-    Args:
-        tensors: int64 [n, 4]: addresses of the old bits and of the new values, both contiguous; bytes of a
-            value (2: bf16, 4: float32, which is rounded as by `nearest`); number of values.
-        threads: 0 for `util.THREADS`.
+    `tensors`, int64 [n, 4]: addresses of the old bits and of the new values, both contiguous; bytes of a
+    value (2: bf16, 4: float32, rounded as by `nearest`); number of values. `threads`: 0 for `util.THREADS`.
 
-    Returns:
-        int64 [2, n]: how many changes each tensor has, and how many of these are to NaN or infinity. Then
-        `index` and `ulps` as in a `Patch`, one tensor after the other.
+    Returns the numbers of changes and of changes to NaN or infinity, int64 [2, n]; then `index` and `ulps` as
+    in a `Patch`, one tensor after the other.
     """
     number = np.arange(len(tensors))
     pieces = cut(np.stack([number, 0 * number, tensors[:, 3]], 1), _CHUNK)

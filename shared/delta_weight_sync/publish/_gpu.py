@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import BLOCK, change_digest, seed
-from delta_weight_sync.gpu import SideStream, inner, launch, outer, read
+from delta_weight_sync.gpu import inner, launch, outer, read
 from delta_weight_sync.publish.mirror import Part
-from delta_weight_sync.util import THREADS, in_order, kernel
+from delta_weight_sync.util import in_parts, kernel
 
 COUNTS = 8192  # more than the changes of a tile
 TILE = tl.constexpr(BLOCK)
@@ -221,8 +221,10 @@ class DeviceDiff:
     """Compares parameters on one device with their mirrors, and updates those, on the trainer's stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.side_stream = SideStream(device)
         self._device = device
+        # Mirrors are read on a stream that waits for the last write, but not for training's later work.
+        self._reads = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._written: torch.cuda.Event | None = None
         self._tables: dict[str, _Tiles] = {}  # by the name of the first part
 
     def find(self, parts: Sequence[Part], mirrors: Mirrors) -> Changes:
@@ -244,8 +246,7 @@ class DeviceDiff:
             its = slice(upto[some.start], upto[some.stop])
             unpack(counted[some], packed, tiles.blocks[some], index[its], ulps[its])
 
-        shares = np.linspace(0, tiles.count, THREADS + 1).astype(int).tolist()
-        list(in_order(fill, itertools.starmap(slice, itertools.pairwise(shares))))
+        in_parts(fill, tiles.count, 1)
         ends = upto[np.concatenate([[0], tiles.ends])].tolist()
         patches = [
             Patch(part.name, part.block.shape, index[a:b], ulps[a:b])
@@ -258,7 +259,15 @@ class DeviceDiff:
         tiles = changes.tiles
         with torch.accelerator.device_index(self._device.index):
             launch(keep, tiles.count, tiles.entries, tiles.owners, changes.book, changes.found)
-        self.side_stream.mark_written()
+        if self._reads:
+            self._written = torch.cuda.current_stream(self._device).record_event()
+
+    def read(self, mirror: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a mirror on the host."""
+        with torch.cuda.stream(self._reads):
+            if self._reads and self._written:
+                self._reads.wait_event(self._written)
+            return read(mirror)
 
     def take(self, patches: Sequence[Patch], mirrors: Mirrors) -> int:
         """Apply other ranks' patches to mirrors on the device; return the change of the digest."""

@@ -11,6 +11,8 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
@@ -119,7 +121,7 @@ class Mirror:
         """The bits of one parameter, on the host: a view if the mirror is on the host, else a copy."""
         bits = self._bits[name]
         if bits.is_cuda:
-            bits = self._on(bits.device).side_stream.read(bits)
+            bits = self._on(bits.device).read(bits)
         return bits.numpy().view(np.uint16)
 
     def search(self) -> Search:
@@ -169,20 +171,14 @@ class Mirror:
 
     def take(self, patches: Iterable[Patch]) -> None:
         """Apply patches that this host or other ranks found."""
-        on_device: dict[torch.device, list[Patch]] = {}
-        on_host: list[list[Patch]] = [[]]
-        size = 0
-        for patch in (patch for patch in patches if patch.index.size):
+        on_host, on_device = list[Patch](), dict[torch.device, list[Patch]]()
+        for patch in filter(lambda patch: patch.index.size, patches):
             bits = self._bits[patch.name]
-            if bits.is_cuda:
-                on_device.setdefault(bits.device, []).append(patch)
-                continue
-            if size > _TAKEN:
-                on_host.append([])
-                size = 0
-            on_host[-1].append(patch)
-            size += patch.index.size
-        self.digest += sum(in_order(self._take, on_host, _threads()))
+            (on_device.setdefault(bits.device, []) if bits.is_cuda else on_host).append(patch)
+        numbers = np.cumsum([patch.index.size for patch in on_host]) // _TAKEN
+        batches = groupby(zip(numbers.tolist(), on_host, strict=True), key=itemgetter(0))
+        parts = ([patch for _, patch in batch] for _, batch in batches)
+        self.digest += sum(in_order(self._take, parts, _threads()))
         for device, some in on_device.items():
             self.digest += self._on(device).take(some, self._bits)
 
