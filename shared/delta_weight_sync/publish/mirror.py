@@ -244,7 +244,7 @@ class Search:
 
 
 def _threads() -> int:
-    """Threads to use while the trainer waits: all cores, unless torch was told to use fewer."""
+    """Threads to use while the trainer waits: all cores, unless torch is set to use fewer."""
     return max(util.THREADS, torch.get_num_threads())
 
 
