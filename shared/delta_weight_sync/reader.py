@@ -171,7 +171,7 @@ class RunReader:
 
     def try_older(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
         """Call `use` with a version. If that finds a file damaged or missing, also call `use` with the newest
-        version before it that has no such file; then raise the error all the same."""
+        version before it whose files are all readable; then raise the error all the same."""
         try:
             use(manifest)
         except (errors.ProtocolError, errors.ObjectMissingError):
@@ -290,7 +290,7 @@ class RunReader:
         """The last writer that took the run over from `of`, or None.
 
         With trusted keys, a HEAD does not count if it is damaged or unsigned, or if it names a version of a
-        run that was created before `born`. `problems` receives the damaged and unsigned ones.
+        run that was created before `born`. `problems` receives the damaged and unsigned HEADs.
         """
         for writer in reversed(self.writers()):
             if writer <= of:
@@ -406,11 +406,11 @@ class RunReader:
         return manifest
 
     def read(self, kind: type[Kind], source: str | FileRef) -> Kind:
-        """Read the record of this run at a key, or the one that a reference pins, and check it.
+        """Read the record of this run at a key, or the record that a reference names, and check it.
 
         Raises:
-            SignatureError: No trusted key signed it.
-            ProtocolError: It is damaged, or belongs to another run.
+            SignatureError: No trusted key signed the record.
+            ProtocolError: The record is damaged, or belongs to another run.
         """
         key = source.key if isinstance(source, FileRef) else source
         data = self._fetched_ahead(key) or self.bucket.get(key)

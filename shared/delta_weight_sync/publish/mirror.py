@@ -220,7 +220,7 @@ class Mirror:
 class Search:
     """Finds what changed in parts (of any float dtype), which are added one by one.
 
-    They are compared together, or as soon as their temporary copies take more than a gigabyte.
+    The parts are compared together, or as soon as their temporary copies take more than a gigabyte.
     """
 
     def __init__(self, mirror: Mirror) -> None:
@@ -235,7 +235,7 @@ class Search:
             self.found()
 
     def found(self) -> Found:
-        """Compare what waits. Returns all differences."""
+        """Compare the parts that wait. Returns the differences of all parts so far."""
         waiting, self._waiting, self._held = self._waiting, [], 0
         on_devices = [part for part in waiting if has_kernels(part.tensor)]
         self._found.devices.extend(self._mirror.find_on_devices(on_devices))

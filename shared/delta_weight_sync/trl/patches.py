@@ -1,7 +1,7 @@
 """Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
-They also make the rollout process end with the trainer, and name the cause if it fails. `install` skips
-patches of code that this release lacks (`compat.toml`). TRL works without them if it has a GPU that
+They also make the rollout process end with the trainer, and name the cause if that process fails. `install`
+skips patches of code that this release lacks (`compat.toml`). Without the patches, TRL needs a GPU that
 FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
