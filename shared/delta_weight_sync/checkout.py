@@ -39,8 +39,8 @@ class FollowedVersion:
     """A version that `follow` wrote.
 
     Attributes:
-        manifest: Its manifest.
-        path: Its own folder, an ordinary Hugging Face checkpoint. The update after the next one removes it.
+        manifest: The version's manifest.
+        path: The version's folder, an ordinary Hugging Face checkpoint. The update after the next removes it.
     """
 
     manifest: Manifest
@@ -48,7 +48,7 @@ class FollowedVersion:
 
     @property
     def version(self) -> int:
-        """Its number."""
+        """The version's number."""
         return self.manifest.version
 
     @property
@@ -120,14 +120,14 @@ def follow(
         version: Yield this version only, then end.
         once: Yield the newest version only, then end.
         on_error: Called with each error after which `follow` tries again, and with an error that names
-            damaged records; not with the same message twice in a row. By default they are logged.
+            damaged records; not with the same message twice in a row. By default, errors are logged.
 
     Returns:
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
 
     Raises:
-        FolderError: Another process follows into this folder, or the folder holds other files. Like all
-            errors except that for a wrong argument, the first iteration raises it, not this call.
+        FolderError: Another process follows into this folder, or the folder holds other files.
+            The call itself raises only `ConfigError`; the iteration raises all other errors.
         DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
     """
     if isinstance(run, RunReader) and public_key is not None:

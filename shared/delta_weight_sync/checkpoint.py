@@ -169,8 +169,8 @@ class Base:
             bits: Returns the bits of one of these tensors.
 
         Raises:
-            CheckpointError: The policy was not loaded from this checkpoint. Tensors may have other names in
-                the policy if these have as many elements as the checkpoint's tensors that it lacks.
+            CheckpointError: The policy was not loaded from this checkpoint. Tensors whose names differ are
+                accepted if policy and checkpoint have equally many elements in such tensors.
         """
         shapes = {path: shapes_in(path) for path in sorted(self.folder.glob(_SHARDS))}
         stored = {name: shape for inside in shapes.values() for name, shape in inside.items()}

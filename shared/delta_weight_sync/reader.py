@@ -184,7 +184,7 @@ class RunReader:
         self._ahead = {key: self._ahead.get(key) or self._pool.submit(self.bucket.get, key) for key in keys}
 
     def _fetched_ahead(self, key: str) -> bytes | None:
-        """Return an object that was fetched ahead, and forget it. None if there is none or it failed."""
+        """Return and forget the object that was fetched ahead. None if there is none, or the fetch failed."""
         ahead = self._ahead.pop(key, None)
         with contextlib.suppress(errors.BucketError, errors.ProtocolError):
             return ahead.result() if ahead else None

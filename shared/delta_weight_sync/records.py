@@ -158,7 +158,7 @@ def head_writer(key: str) -> Writer | None:
 
 
 def cut(length: int) -> Any:
-    """Shorten free text, or a list, instead of refusing it. A lone surrogate becomes "?"."""
+    """Shortens a field's text, or its list, instead of refusing it. A lone surrogate becomes "?"."""
 
     def shorten(value: Any) -> Any:
         if isinstance(value, str):
@@ -293,7 +293,7 @@ class Manifest(Sealed):
     replica that is a little behind, and for one that starts at the anchor. `jumps` let both skip deltas.
     """
 
-    born: Time  # unix seconds when the run was created: a restarted run is another run
+    born: Time  # unix seconds when the run was created: a run that is started over is another run
     version: Count
     writer_term: Count
     writer: WriterId

@@ -207,7 +207,7 @@ class RunLogReader:
             data = self._bucket.get(self._keys.segment(self._segment))
         except ProtocolError:  # far too large
             data = b"?"
-        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # the last line holds whatever is too much
+        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # surplus lines stay in one piece
             self._seen += 1
             try:
                 yield _EVENT.validate_json(line if len(line) <= LINE else b"")

@@ -46,7 +46,7 @@ class SigningKey:
 
 
 class PublicKeys:
-    """The keys that a reader trusts. A reader without any accepts every record with a valid seal.
+    """The keys that a reader trusts. A reader without keys accepts every record with a valid seal.
 
     `text` holds the keys, each `ed25519_public_` and 64 hex digits, separated by commas. Any
     other text raises `KeyFormatError`; "" means that signatures are not checked.
@@ -111,7 +111,7 @@ def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
 
 
 def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | None, PublicKeys]:
-    """Like `keys_in` for the environment, but `signing_key` (a key, or a file of `keygen`) replaces its key.
+    """Like `keys_in(os.environ)`, with `signing_key` (a key, or a file of `keygen`) as the signing key.
 
     Raises:
         KeyFormatError: As `keys_in`, or there is a public key but no signing key: readers would refuse all

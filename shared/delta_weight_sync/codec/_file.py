@@ -33,7 +33,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
 _LONGEST = 300  # characters of an error's reason
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
-_MOST, _DIMS = 1 << 48, 32  # elements and dimensions of a tensor
+_MOST, _DIMS = 1 << 48, 32  # most elements and dimensions of a tensor
 _Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a group's index
 _TABLE = TypeAdapter(Many[tuple[str, Annotated[Many[_Number], Field(max_length=_DIMS)], _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])

@@ -155,7 +155,7 @@ class _Tiles:
     """The table of tensors that are compared together on one device, and what the host needs to read the
     kernels' answer.
 
-    `key`: what the table depends on. `count`: of tiles. `blocks`: int64 [count], the block of each tile in
+    `key`: what the table depends on. `count`: number of tiles. `blocks`: int64 [count], each tile's block in
     its tensor. `ends`: int64 [tensors], index after each tensor's last tile. `room`: how many changes fit.
     """
 

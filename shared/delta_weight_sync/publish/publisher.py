@@ -179,7 +179,7 @@ class Publisher:
         """Hand over the weights for a new version. Returns when the changes since the last sync are known.
 
         A background thread encodes and uploads them. Syncs that arrive during an upload become one version.
-        Do not change the tensors before this returns. The first version of a run is in the bucket by then.
+        Do not change the tensors before this call returns. In a new run, the first call uploads version 0.
 
         Args:
             weights: `model.named_parameters()`, or another iterable or mapping of checkpoint names and
@@ -232,7 +232,7 @@ class Publisher:
         """Resume from the newest state: put back what `save_state` saved, bit for bit.
 
         That includes this process's random numbers. A rank that the earlier trainer did not have gets a seed
-        from rank 0's. Returns the `extra` of `save_state`; None, with nothing changed, for a new run.
+        from rank 0's numbers. Returns the `extra` of `save_state`; None, with nothing changed, for a new run.
 
         Raises:
             StateError: The state is of another model or optimizer, or there is none.

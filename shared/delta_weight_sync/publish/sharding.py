@@ -43,7 +43,7 @@ class Owners(dict[str, int]):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        parts = min(ranks, MAX_PARTS)  # if ranks are more, owners are spread over all machines
+        parts = min(ranks, MAX_PARTS)  # if there are more ranks, the owners are spread over all machines
         self._loads = {number * ranks // parts: 0 for number in range(parts)}  # elements that a rank owns
 
     def of(self, name: str, shape: Sequence[int]) -> int:
@@ -163,7 +163,7 @@ def union(parts: Iterable[Patch]) -> list[Patch]:
 
 
 class Peers:
-    """Communication between the ranks, the processes of this trainer. With a single one, it does nothing.
+    """Communication between the ranks, the processes of this trainer. A single process sends nothing.
 
     All processes must create a `Peers` and call its methods in the same order. With `alone`, this process
     acts as if it were the only one.

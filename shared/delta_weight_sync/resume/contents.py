@@ -39,7 +39,7 @@ class Held(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    on_host: bool  # where the trainer had it
+    on_host: bool  # whether the trainer had the tensor on the host
 
 
 class Note(Record):

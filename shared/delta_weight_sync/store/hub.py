@@ -67,7 +67,7 @@ _READS: Final = 3  # attempts to read an object by its URL, if the connection br
 CONNECT_S: Final = 10.0  # to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
 STEADY_S: Final = 60.0  # after a feed that lasted this long, reconnect within a second
-FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles with each
+FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles after each such feed
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
 _quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what the Hub says of the token's quota

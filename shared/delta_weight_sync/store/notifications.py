@@ -101,7 +101,7 @@ class Notifications:
             if self._poked:
                 self._poked_until = max(self._poked_until, now) + interval
             self.unprompted = safe
-            # A store may show a write a moment after it reported it: one more look will come soon.
+            # A reported change may become visible a moment later, so one more look will come soon.
             self._settled = not prompted
             self._notified, self._poked, self._looked = False, False, now
             return True

@@ -46,7 +46,7 @@ class BucketWeightTransfer:
         self._publisher = Publisher(self._url, self._base, peers=Peers(alone=True), **self._options)
 
     def pause(self) -> None:
-        """Do nothing (see above)."""
+        """Do nothing, because replicas commit by themselves."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish TRL's parameters, whole tensors under checkpoint names.
@@ -60,7 +60,7 @@ class BucketWeightTransfer:
         self._publisher.publish(iterator, self._syncs)
 
     def resume(self) -> None:
-        """Do nothing (see above)."""
+        """Do nothing, because replicas commit by themselves."""
 
     def destroy(self) -> None:
         """Publish what is pending, and close the run."""

@@ -7,8 +7,8 @@
     POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
     POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
 
-The last two lines exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs the key, too. If a setting is
-wrong, vLLM ends with one sentence before it loads its engine. Later errors are in the status and in the log.
+The routes with a header exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs the key, too. If a
+setting is wrong, vLLM ends with one sentence before it loads its engine. Later errors are in status and log.
 """
 
 import asyncio

@@ -337,7 +337,7 @@ class DeltaWorker:
         self._rechecks: Thread | None = None
 
     def warm(self) -> Answer:
-        """Begin to compile the kernels while vLLM generates; otherwise `learn` would, while vLLM waits."""
+        """Begin to compile the kernels while vLLM generates; `learn` would compile them while vLLM waits."""
         return self._begin("warm", partial(warm_up, next(self._model.parameters()).device))
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
