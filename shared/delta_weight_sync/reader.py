@@ -270,7 +270,7 @@ class RunReader:
         return state
 
     def apply(self, state: dict[str, Bits], deltas: Iterable[FileRef], folder: Path) -> None:
-        """Fetch delta files to the scratch folder, and apply them to `state` in place, in this order."""
+        """Fetch delta files to a scratch folder; apply them in order to `state` (name -> bits), in place."""
         for path in self.fetch_all(deltas, folder):
             apply_delta(state, path)
 
@@ -472,7 +472,7 @@ def map_weights(folder: Path, anchor: AnchorRef) -> dict[str, Bits]:
 
 
 def apply_delta(state: dict[str, Bits], path: Path) -> None:
-    """Apply a delta file to `state` in place, then delete it.
+    """Apply a delta file to `state` (name -> bits of each tensor) in place, then delete the file.
 
     Raises:
         CodecError: The file is damaged. `state` may then hold a part of the changes: discard it.
@@ -491,9 +491,9 @@ def apply_delta(state: dict[str, Bits], path: Path) -> None:
 
 
 def require_digest(state: dict[str, Bits], manifest: Manifest, expected: str = "") -> None:
-    """Raise `ProtocolError` unless `state` holds exactly the published bits of the version.
+    """Raise `ProtocolError` unless `state` (name -> bits) holds exactly the published bits of the version.
 
-    `expected`: the digest of `state`, if it holds only a part of the tensors.
+    `expected`: the digest that `state` must have, if it holds only a part of the tensors.
     """
     from delta_weight_sync.digest import state_digest, to_hex
 

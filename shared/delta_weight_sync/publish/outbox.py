@@ -9,7 +9,7 @@ Meanwhile later syncs are merged into one pending update. At all times
 So no change is lost, and the encoder gets the published bits by undoing the updates, without a second copy.
 
 With several ranks, each has an outbox for the tensors that it owns. They publish in step: the same syncs
-become the same update on all ranks. Each stores its part of the delta; then rank 0 commits the version.
+become the same update on all ranks. Each stores its part of the delta; then rank 0 publishes the manifest.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from delta_weight_sync.reader import apply_delta, require_digest
 from delta_weight_sync.records import STRIDES, FileRef, Manifest
 from delta_weight_sync.scratch import Scratch
 
-_BEHIND: Final = 16  # while more versions than this wait, no jumps are made; anchors are
+_BEHIND: Final = 16  # while more versions than this wait, anchors are made, but no jumps
 _RESTART_EVERY: Final = 64  # versions between two attempts to begin again, for example after a full disk
 _CLOSING_S: Final = 5.0
 _SMALLEST: Final = 1 << 24  # bytes of memory that patches may always take

@@ -1,8 +1,8 @@
-"""When to look at a bucket again: after an interval, or as soon as a notification arrives.
+"""When to poll a bucket again (a "look"): after an interval, or as soon as a notification arrives.
 
 A store that reports its changes (the Hub) has a subclass of `Notifications`; other stores are polled. A poke,
-a request from outside, means "look now" and carries nothing else. After pokes have caused `POKES`
-looks in a row, they cause only one look per interval.
+a request from outside, means "look now" and carries nothing else. After pokes have caused
+`POKES` looks in a row, further pokes cause only one look per interval.
 
 All replicas of a user share one quota of requests. The Hub counts requests in windows of five minutes, and
 each answer says how many are left, and for how long. Requests of other replicas lower that number, too, so
