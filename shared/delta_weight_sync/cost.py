@@ -2,12 +2,12 @@
 
 docs/limits-and-costs.md explains how sizes are computed, and from what.
 
-Seconds. The trainer waits for the diff only, and each rank compares its own shard. Each encodes and uploads
-its part in the background, one version at a time; the ranks of a machine share its link, also with jumps and
-anchors. A replica takes one version after another. One of its machines fetches the delta. The workers of each
-machine decode it together (encoding `small`: each decodes all of it), and exchange what they found. Each
-worker then finds the digest of its own part of the changes, and all commit. The slower side sets the pace,
-and a slow publisher merges steps. All this work uses up to half of the cores.
+Seconds. The trainer waits for the diff only, and each rank compares its own shard. Each rank encodes and
+uploads its part in the background, one version at a time. The ranks of a machine share its link for deltas,
+jumps and anchors. A replica takes one version after another. One of its machines fetches the delta. The
+workers of each machine decode the delta together (encoding `small`: each decodes all of it), and exchange
+what they found. Each worker then finds the digest of its own changes, and all commit. The slower side sets
+the pace, and a slow publisher merges steps. All this work uses up to half of the cores.
 
 Rates come from `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests compare them
 with that file: the table of sizes within 1 %, seconds within a factor of two.

@@ -384,7 +384,7 @@ class Publisher:
 
 
 def checkpoint_weights(weights: Model) -> Weights:
-    """Each weight once, without the prefixes of torch.compile, DDP, FSDP and gradient checkpointing.
+    """Yield each weight once, named without prefixes of torch.compile, DDP, FSDP, gradient checkpointing.
 
     In a mapping such as `model.state_dict()`, tied weights are one tensor with two names; the first is used.
 

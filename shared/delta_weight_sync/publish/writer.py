@@ -156,7 +156,7 @@ class RunWriter(PartWriter):
     def look_for_damage(self) -> None:
         """Find out whether a file of the newest version is missing or has changed; an anchor is then due.
 
-        This lists the run every `_EVERY` versions, or each time while it finds damage. It reads each small
+        This lists the run every `_EVERY` versions, or at each call while there is damage. It reads each small
         file of the checkpoint once, but no weights and deltas: this writer has written or read them itself.
         """
         newest = self.newest

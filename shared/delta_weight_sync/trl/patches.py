@@ -38,8 +38,8 @@ _ROUNDING = 0.1  # `_require_same_mask`: rounding to 16 bits changes results by 
 
 
 def install(*needed: str) -> None:
-    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks a feature of
-    `compat.toml` that is not optional, or is `needed`."""
+    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks a feature that is
+    required by `compat.toml` or listed in `needed`."""
     release = compat.require("trl", *needed)
     if release.works("without_vllm"):
         # The rollout worker needs only HTTP, but refuses to start unless vLLM is installed. Remove this once

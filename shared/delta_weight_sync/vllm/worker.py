@@ -15,9 +15,9 @@ any worker is undone bit for bit on all of them. `waited_s` is how long a commit
 under way; it is not part of `commit_s`, or of the pause that `_step_commit` measures. `live_at` is the unix
 time of this host at which all workers had written.
 
-A commit reads back what it wrote through routes. To notice other code that writes to the live parameters, a
+A commit reads back what it wrote in place. To notice other code that writes to the live parameters, a
 worker hashes them again: on a GPU all of them at each stage, on a CPU slice by slice, all within `RECHECK_S`.
-If a hash differs, a stage is refused, and the follower repairs the weights by a join.
+If a hash differs, the next stage is refused, and the follower repairs the weights by a join.
 
 A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
 patch such a tensor in place. So a commit that changes one of them loads all of them by vLLM's own loader,
