@@ -39,8 +39,8 @@ class FollowedVersion:
     """A version that `follow` wrote.
 
     Attributes:
-        manifest: Its manifest.
-        path: Its own folder, an ordinary Hugging Face checkpoint. The update after the next one removes it.
+        manifest: The version's manifest.
+        path: The version's folder, an ordinary Hugging Face checkpoint. The update after the next removes it.
     """
 
     manifest: Manifest
@@ -48,7 +48,7 @@ class FollowedVersion:
 
     @property
     def version(self) -> int:
-        """Its number."""
+        """The version's number."""
         return self.manifest.version
 
     @property
@@ -80,7 +80,7 @@ class FollowedVersions(
         return version
 
     def close(self) -> None:
-        """Stop and release the folder. Any thread may call this; it waits for a download in progress."""
+        """Stop and release the folder, after any download in progress has ended. Thread-safe."""
         self._stopped.set()
         with self._next_lock:
             self._versions.close()
@@ -120,14 +120,14 @@ def follow(
         version: Yield this version only, then end.
         once: Yield the newest version only, then end.
         on_error: Called with each error after which `follow` tries again, and with an error that names
-            damaged records; not with the same message twice in a row. By default they are logged.
+            damaged records; not with the same message twice in a row. By default, errors are logged.
 
     Returns:
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
 
     Raises:
-        FolderError: Another process follows into this folder, or it holds other files. Like all errors
-            but a wrong argument, it is raised by the first iteration.
+        FolderError: Another process follows into this folder, or the folder holds other files.
+            The call itself raises only `ConfigError`; the iteration raises all other errors.
         DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
     """
     if isinstance(run, RunReader) and public_key is not None:
@@ -150,7 +150,7 @@ def follow(
     def updates(
         reader: RunReader, folder: CheckpointFolder, watcher: Watcher
     ) -> Generator[FollowedVersion, None, None]:
-        """Yield each newer version; one may be yielded twice, but none older than what the folder held."""
+        """Yield each newer version, perhaps one of them twice, but none older than the folder's version."""
         error: Exception | None = None
         built: list[FollowedVersion] = []
         last_complaint = ""
@@ -190,9 +190,9 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
 
 
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
-    """Build from the held version. Return False if the anchor is needed: it takes fewer bytes, files besides
-    the weights differ, or deltas from the held version are missing or do not give the published digest (the
-    run was restarted, or another program changed the held version)."""
+    """Build from the held version. Return False if the anchor is needed: it takes fewer bytes, a file other
+    than the weights differs, or the deltas from the held version are missing or do not give the published
+    digest (the run was started over, or another program changed the held version)."""
     recipe, both = reader.recipe(manifest, held.version), (held.manifest.anchor, manifest.anchor)
     old, new = ({f.name: f not in a.weights and f.sha256 for f in a.files} for a in both)
     if recipe.anchor or not recipe.deltas or old != new:
@@ -260,7 +260,7 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         return self._current.resolve()
 
     def _verified(self) -> Manifest | None:
-        """The version that `current` leads to, or None if its files are not exactly what was published."""
+        """Manifest of the version behind `current`; None unless its files are exactly what was published."""
         try:
             manifest = parse(Manifest, (self._current / RECORD).read_bytes(), RECORD)
             if not all(ref.is_in(self._current / ref.name) for ref in manifest.anchor.small):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "model.safetensors"  # of a checkpoint in one file
-INDEX = f"{WEIGHTS}.index.json"  # beside several files
+INDEX = f"{WEIGHTS}.index.json"  # next to the weights, if they are in several files
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
 _HEAD = "lm_head.weight"
@@ -162,15 +162,15 @@ class Base:
         (folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def untrained(self, trained: Shapes, bits: Callable[[str], Bits]) -> Iterator[tuple[str, Bits]]:
-        """The checkpoint's tensors that the trainer does not publish itself.
+        """Yield (name, bits) of the checkpoint's tensors that the trainer does not publish itself.
 
         Args:
             trained: Shapes of the tensors that the trainer publishes.
             bits: Returns the bits of one of these tensors.
 
         Raises:
-            CheckpointError: The policy was not loaded from this checkpoint. Names that it lacks are accepted
-                if their tensors have, in total, as many elements as its own tensors that were not published.
+            CheckpointError: The policy was not loaded from this checkpoint. Tensors whose names differ are
+                accepted if policy and checkpoint have equally many elements in such tensors.
         """
         shapes = {path: shapes_in(path) for path in sorted(self.folder.glob(_SHARDS))}
         stored = {name: shape for inside in shapes.values() for name, shape in inside.items()}

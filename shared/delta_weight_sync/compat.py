@@ -1,9 +1,9 @@
 """What this library needs of vLLM and TRL, and whether the installed releases have it.
 
-The library uses and patches code of both that is not a public interface. `compat.toml` lists these places.
-This module looks for each in the installed sources, without importing them. A release that was tested with
-this library starts silently. Any other release that has all places starts with a warning. A missing place
-switches off its feature, or is an error if the feature is needed. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings
+The library uses and patches code of vLLM and TRL that is not a public interface. `compat.toml` lists these
+places. This module looks for each place in the installed sources, without importing them. A release that was
+tested with this library causes no warning; any other release that has all places causes one. A missing place
+switches its feature off, or is an error if the feature is needed. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings
 into errors.
 """
 
@@ -35,7 +35,7 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature and the places it needs. It is optional if `without` says what happens without it."""
+    """A feature and the places it needs. An optional feature says in `without` what happens without it."""
 
     what: str
     places: list[Place]
@@ -52,7 +52,7 @@ class Release:
     package: str  # name of its distribution
     version: str  # "" if it is not installed
     run: list[str]  # releases that were tested with this library, oldest first
-    features: dict[str, Feature] = field(default_factory=dict)  # those that this build needs
+    features: dict[str, Feature] = field(default_factory=dict)  # by name; only those that apply to this build
 
     @property
     def known(self) -> bool:

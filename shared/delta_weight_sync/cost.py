@@ -2,12 +2,12 @@
 
 docs/limits-and-costs.md explains how sizes are computed, and from what.
 
-Seconds. The trainer waits for the diff only, and each rank compares its own shard. Each encodes and uploads
-its part in the background, one version at a time; the ranks of a machine share its link, also with jumps and
-anchors. A replica takes one version after another. One of its machines fetches the delta. The workers of each
-machine decode it together (encoding `small`: each decodes all of it), and exchange what they found. Each
-worker then finds the digest of its own part of the changes, and all commit. The slower side sets the pace,
-and a slow publisher merges steps. All this work uses up to half of the cores.
+Seconds. The trainer waits for the diff only, and each rank compares its own shard. Each rank encodes and
+uploads its part in the background, one version at a time. The ranks of a machine share its link for deltas,
+jumps and anchors. A replica takes one version after another. One of its machines fetches the delta. The
+workers of each machine decode the delta together (encoding `small`: each decodes all of it), and exchange
+what they found. Each worker then finds the digest of its own changes, and all commit. The slower side sets
+the pace, and a slow publisher merges steps. All this work uses up to half of the cores.
 
 Rates come from `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests compare them
 with that file: the table of sizes within 1 %, seconds within a factor of two.
@@ -122,8 +122,8 @@ TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each part but one, at the same time
 TAKING_LARGE_PART: Final = {"all": 2, "api": 0, "files": 0}  # the same, if parts have more than DIRECT bytes
 TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, the poll of HEAD included
-# Further requests for parts of more bytes: (all that wait in turn, those to the API). Above DIRECT, they are
-# those of all parts.
+# Further requests for parts of more bytes: (requests that wait for one another, requests to the API). Above
+# DIRECT, these are the requests of all parts together.
 _LATER: Final = ((DIRECT, (5, 2)), (SMALL, (2, 0)))
 _POLLS: Final = 2  # polls of HEAD for a version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
@@ -314,7 +314,7 @@ def encode_s(params: float, changes: float, encoding: Encoding) -> float:
 def taking_s(
     weights: float, changes: float, encoding: Encoding, workers: int, threads: int
 ) -> tuple[float, float]:
-    """Seconds in which the workers of a replica stage a delta that is on disk, and then commit it."""
+    """Return how many seconds a replica's workers take to stage a delta from disk, and to commit it."""
     together = min(workers, PER_MACHINE) if encoding == "fast" else 1
     mine = changes / workers  # changes of weights that one worker holds
     stage_s = (DECODE[encoding].seconds(weights, changes) / together + PLACE.seconds(0, mine)) / threads

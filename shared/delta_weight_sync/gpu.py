@@ -1,7 +1,7 @@
 """GPU code that the publisher and vLLM share: launches, reads, pinned memory, and the digest's factors.
 
-Kernel launches, and the waits for what they found, go through `launch` and `read`. They are counted, because
-a sync is slow if their number grows with the number of tensors. The kernels also run on host tensors, in
+Kernels are launched by `launch`, and their results are read by `read`. Both count their calls, because a sync
+is slow if the number of calls grows with the number of tensors. The kernels also run on host tensors, in
 Triton's interpreter.
 """
 
@@ -61,14 +61,14 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
 def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], device: torch.device) -> None:
     """Move the int16 tensors `names` into one block of host memory, pinned until `owner` is gone.
 
-    A GPU's kernels read it at its host address. Without a GPU it is ordinary memory. Raises `MemoryError` if
-    the system cannot pin this much, or if the GPU sees it at another address (under gVisor or WSL).
+    A GPU's kernels read the block at its host address. Without a GPU nothing is pinned. Raises `MemoryError`
+    if the system cannot pin this much, or if the GPU sees the block at another address (under gVisor or WSL).
     """
     starts = [0, *itertools.accumulate(-(-bits[name].numel() // _STEP) * _STEP for name in names)]
     memory = torch.empty(starts.pop(), dtype=torch.int16)
     if device.type == "cuda" and memory.numel():
         _register(owner, memory)
-    # Each pass frees an old tensor. The last allocated come first, so that the heap can shrink.
+    # Each pass frees an old tensor, the one allocated last first, so that the heap can shrink.
     for name, start in reversed(list(zip(names, starts, strict=True))):
         old = bits[name]
         bits[name] = memory[start : start + old.numel()].view(old.shape).copy_(old)

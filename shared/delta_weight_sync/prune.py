@@ -24,7 +24,7 @@ _UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "H": 3600.0, "D": 
 
 @dataclass(frozen=True)
 class Keep:
-    """What to keep: newest versions within `size` bytes, or all of the `age_s` seconds before the last."""
+    """What to keep: newest versions within `size` bytes, or those of the last `age_s` seconds of the run."""
 
     size: float = float("inf")
     age_s: float = float("inf")
@@ -96,7 +96,7 @@ class Pruner:
             return info is None or info.written is None or info.written > young
 
         def lasts(key: str) -> bool:
-            """Whether it stays anyway: it is of no version, young, or perhaps of a version in progress."""
+            """Whether an object stays anyway: it is of no version, young, or of a version in progress."""
             part = version_key(key)
             coming = part is not None and part.written_by(writer) and part.version > newest.version
             return part is None or is_young(key) or coming

@@ -171,7 +171,7 @@ class RunReader:
 
     def try_older(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
         """Call `use` with a version. If that finds a file damaged or missing, also call `use` with the newest
-        version before it that has no such file; then raise the error all the same."""
+        version before it whose files are all readable; then raise the error all the same."""
         try:
             use(manifest)
         except (errors.ProtocolError, errors.ObjectMissingError):
@@ -184,7 +184,7 @@ class RunReader:
         self._ahead = {key: self._ahead.get(key) or self._pool.submit(self.bucket.get, key) for key in keys}
 
     def _fetched_ahead(self, key: str) -> bytes | None:
-        """Return an object that was fetched ahead, and forget it. None if there is none or it failed."""
+        """Return and forget the object that was fetched ahead. None if there is none, or the fetch failed."""
         ahead = self._ahead.pop(key, None)
         with contextlib.suppress(errors.BucketError, errors.ProtocolError):
             return ahead.result() if ahead else None
@@ -270,7 +270,7 @@ class RunReader:
         return state
 
     def apply(self, state: dict[str, Bits], deltas: Iterable[FileRef], folder: Path) -> None:
-        """Fetch delta files to the scratch folder, and apply them to `state` in place, in this order."""
+        """Fetch delta files to a scratch folder; apply them in order to `state` (name -> bits), in place."""
         for path in self.fetch_all(deltas, folder):
             apply_delta(state, path)
 
@@ -290,7 +290,7 @@ class RunReader:
         """The last writer that took the run over from `of`, or None.
 
         With trusted keys, a HEAD does not count if it is damaged or unsigned, or if it names a version of a
-        run that was created before `born`. `problems` receives the damaged and unsigned ones.
+        run that was created before `born`. `problems` receives the damaged and unsigned HEADs.
         """
         for writer in reversed(self.writers()):
             if writer <= of:
@@ -406,11 +406,11 @@ class RunReader:
         return manifest
 
     def read(self, kind: type[Kind], source: str | FileRef) -> Kind:
-        """Read the record of this run at a key, or the one that a reference pins, and check it.
+        """Read the record of this run at a key, or the record that a reference names, and check it.
 
         Raises:
-            SignatureError: No trusted key signed it.
-            ProtocolError: It is damaged, or belongs to another run.
+            SignatureError: No trusted key signed the record.
+            ProtocolError: The record is damaged, or belongs to another run.
         """
         key = source.key if isinstance(source, FileRef) else source
         data = self._fetched_ahead(key) or self.bucket.get(key)
@@ -472,7 +472,7 @@ def map_weights(folder: Path, anchor: AnchorRef) -> dict[str, Bits]:
 
 
 def apply_delta(state: dict[str, Bits], path: Path) -> None:
-    """Apply a delta file to `state` in place, then delete it.
+    """Apply a delta file to `state` (name -> bits of each tensor) in place, then delete the file.
 
     Raises:
         CodecError: The file is damaged. `state` may then hold a part of the changes: discard it.
@@ -491,9 +491,9 @@ def apply_delta(state: dict[str, Bits], path: Path) -> None:
 
 
 def require_digest(state: dict[str, Bits], manifest: Manifest, expected: str = "") -> None:
-    """Raise `ProtocolError` unless `state` holds exactly the published bits of the version.
+    """Raise `ProtocolError` unless `state` (name -> bits) holds exactly the published bits of the version.
 
-    `expected`: the digest of `state`, if it holds only a part of the tensors.
+    `expected`: the digest that `state` must have, if it holds only a part of the tensors.
     """
     from delta_weight_sync.digest import state_digest, to_hex
 

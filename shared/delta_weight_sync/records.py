@@ -35,7 +35,7 @@ FORMAT: Final = "delta-weight-sync/2"
 POLL_S: Final = 1.0  # usual seconds between two requests for HEAD
 MAX_ASSETS: Final = 1024  # files of one anchor
 MAX_PARTS: Final = 64  # parts of a delta that a trainer writes
-MAX_REFS: Final = 1 << 14  # files of deltas, and of jumps, that one manifest names
+MAX_REFS: Final = 1 << 14  # delta files, and jump files, that one manifest names at most
 LARGEST: Final = 1e15  # the largest number that a log event may report, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
 ANCHOR_PAYS: Final = 0.5  # write an anchor if a join fetches deltas of more than this share of the model
@@ -112,7 +112,7 @@ class Keys:
         return f"{self.manifests}{version:08d}.{writer}.json"
 
     def state(self, version: int, sync: int, writer: Writer) -> str:
-        """Folder of the trainer state at `version` and `sync`. The record's key is this plus `.json`."""
+        """Folder of the trainer state at `version` and `sync`. Its record has this key plus `.json`."""
         return f"{self.states}{version:08d}.{sync:08d}.{writer}"
 
     def segment(self, number: int) -> str:
@@ -121,7 +121,7 @@ class Keys:
 
 
 class VersionKey(NamedTuple):
-    """The parts of the key of any file of a version. They sort by writer, then by version."""
+    """The parts of the key of any file of a version. Keys sort by writer, then by version."""
 
     term: int
     id: str  # the first 8 digits of the writer's id
@@ -158,7 +158,7 @@ def head_writer(key: str) -> Writer | None:
 
 
 def cut(length: int) -> Any:
-    """Shorten free text, or a list, instead of refusing it. A lone surrogate becomes "?"."""
+    """Shortens a field's text, or its list, instead of refusing it. A lone surrogate becomes "?"."""
 
     def shorten(value: Any) -> Any:
         if isinstance(value, str):
@@ -197,7 +197,7 @@ class Record(BaseModel):
 
 
 class FileRef(Record):
-    """One object of the bucket, pinned by its content."""
+    """One object of the bucket: its key, and the size and sha256 of its content."""
 
     key: Key
     size: Count
@@ -209,12 +209,12 @@ class FileRef(Record):
         return self.key.rsplit("/", 1)[-1]
 
     def check(self, data: bytes) -> None:
-        """Raise `ProtocolError` unless `data` is the pinned object."""
+        """Raise `ProtocolError` unless `data` has this size and sha256."""
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
             raise self.damaged()
 
     def is_in(self, path: Path) -> bool:
-        """Whether a local file is the pinned object."""
+        """Whether a local file has this size and sha256."""
         return path.stat().st_size == self.size and file_sha256(path) == self.sha256
 
     def damaged(self) -> ProtocolError:
@@ -289,11 +289,11 @@ class Sealed(Record):
 class Manifest(Sealed):
     """How to build one version, and the digest that proves it.
 
-    `deltas` holds the delta of each version up to `version`, or its parts, without a gap: enough of them for
-    a replica that is a little behind, and for one that starts at the anchor. `jumps` let both skip deltas.
+    `deltas` lead to `version` one version at a time, each as one file or in parts. There are enough for a
+    replica that is a little behind, and for one that starts at the anchor. `jumps` let both skip deltas.
     """
 
-    born: Time  # unix seconds when the run was created: a restarted run is another run
+    born: Time  # unix seconds when the run was created: a run that is started over is another run
     version: Count
     writer_term: Count
     writer: WriterId
@@ -389,7 +389,7 @@ class RunInfo(Record):
 
 
 def reference(key: str, record: Record) -> FileRef:
-    """A reference that pins a record by its content."""
+    """A reference to a record, with the size and sha256 of its content."""
     data = record.to_bytes()
     return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
 

@@ -34,7 +34,7 @@ class SyncEvent(Record):
     t: Time
     version: Count
     sync: Count
-    payload_bytes: Count  # the delta's, or the anchor's for version 0
+    payload_bytes: Count  # the delta's; without a delta, the anchor's
     anchor_bytes: Count  # of a new anchor that the manifest names, else 0
     sent_bytes: Count = 0  # all uploads since the last version: also manifests, jumps, states and this log
     full_bytes: Count
@@ -95,7 +95,7 @@ class CommitEvent(Record):
     stage_s: Number
     pause_ms: Number  # how long generation paused
     commit_ms: Number  # the part of the pause in which weights were written and checked
-    joined: bool = False  # whether it took a whole checkpoint instead of deltas
+    joined: bool = False  # whether the replica joined this version
 
 
 class ReplicaReport(Record):
@@ -207,7 +207,7 @@ class RunLogReader:
             data = self._bucket.get(self._keys.segment(self._segment))
         except ProtocolError:  # far too large
             data = b"?"
-        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # the last line holds whatever is too much
+        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # surplus lines stay in one piece
             self._seen += 1
             try:
                 yield _EVENT.validate_json(line if len(line) <= LINE else b"")

@@ -46,7 +46,7 @@ class SigningKey:
 
 
 class PublicKeys:
-    """The keys that a reader trusts. Without any, it accepts every record with a valid seal.
+    """The keys that a reader trusts. A reader without keys accepts every record with a valid seal.
 
     `text` holds the keys, each `ed25519_public_` and 64 hex digits, separated by commas. Any
     other text raises `KeyFormatError`; "" means that signatures are not checked.
@@ -74,7 +74,7 @@ class PublicKeys:
     def signer(self, record: Sealed, key: str) -> str | None:
         """The fingerprint of the key that signed `record`, or None if no key is trusted.
 
-        Raises `SignatureError` if no trusted key did; it names the object's `key`.
+        Raises `SignatureError` if no trusted key signed it. `key`: the record's key in the bucket.
         """
         if not self:
             return None
@@ -111,7 +111,7 @@ def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
 
 
 def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | None, PublicKeys]:
-    """`keys_in` the environment, with `signing_key` (a key, or a file that `keygen` wrote) if it is given.
+    """Like `keys_in(os.environ)`, with `signing_key` (a key, or a file of `keygen`) as the signing key.
 
     Raises:
         KeyFormatError: As `keys_in`, or there is a public key but no signing key: readers would refuse all

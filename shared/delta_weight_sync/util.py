@@ -49,14 +49,14 @@ def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 
 
 
 def in_parts(work: Callable[[slice], Result], count: int, least: int) -> list[Result]:
-    """`work` on slices that together cover `count`, on `THREADS` threads or fewer: each has `least` to do."""
+    """Call `work` on slices of `range(count)` of about `least` items or more, on up to `THREADS` threads."""
     parts = min(THREADS, max(1, count // least))
     cuts = [count * part // parts for part in range(parts + 1)]
     return [*in_order(work, map(slice, cuts, cuts[1:]), parts)]
 
 
 def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
-    """Send a numpy array to each process of a group of torch's; returns what came from all, joined.
+    """Send one of `outgoing` (numpy arrays) to each process of a torch group; returns what came, joined.
 
     `sizes`: the length of the array that each process sends here. All arrays have one dtype.
     """

@@ -36,7 +36,7 @@ class Backoff:
         return what != self._what or monotonic() >= self._next
 
     def failed(self, what: object) -> None:
-        """Record that `what` failed. Earlier failures of it count, unless the last one is long ago."""
+        """Record that `what` failed. Earlier failures of `what` count, unless they are long ago."""
         now = monotonic()
         if what != self._what or now - self._failed > 2 * LONGEST_S:
             self._failures = 0
@@ -119,7 +119,7 @@ class Watcher:
         self._used = self._found
 
     def describe(self) -> str:
-        """How it learns of new versions, in words."""
+        """How this watcher learns of new versions, in words."""
         return self._notifications.describe(self._poll_s)
 
     def problem(self) -> ProtocolError | None:
@@ -148,7 +148,7 @@ class Watcher:
         if head is None:
             if not self._mending.allows(_STORE):  # damaged HEADs may change each second
                 return None
-            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without HEADs, rarely rebuild one
+            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without any HEAD, rebuild one rarely
                 self._skipped_heads = {}
                 head = self._reader.head(floor=self._head_floor, problems=self._skipped_heads)
         if head and head.version and head.version > following:
@@ -169,8 +169,8 @@ class Watcher:
     def _fetch_ahead(self, version: int, *others: str) -> None:
         """Begin to read what leads from the newest known version to `version`: objects with predictable keys.
 
-        Parts that were large in the newest version are left out. A folder is read faster than threads start,
-        so nothing is fetched ahead from it.
+        Parts that were large in the newest version are left out. From a bucket that is a folder, nothing is
+        fetched ahead: reading a file is faster than starting a thread.
         """
         folder = self._reader.bucket.url.startswith("file:")
         if self._newest and not folder and (writer := head_writer(self._key)):

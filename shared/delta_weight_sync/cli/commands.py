@@ -221,7 +221,7 @@ def _verify(arguments: Arguments) -> None:
 
 def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Iterator[Manifest]:
     """Build each version from the one before and its delta. Check all anchors on the way, and the jumps that
-    recipes or the newest manifest use. Also build the oldest and the newest version as a joining replica."""
+    recipes or the newest manifest use. Also build the oldest and newest version as a joining replica does."""
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
     used = (delta for manifest in manifests for delta in manifest.recipe().deltas)
@@ -392,7 +392,7 @@ def _follow(arguments: Arguments) -> None:
 
 
 def _announce(version: FollowedVersion, into: Path, command: str) -> None:
-    """Print the version and run the user's command, unless that succeeded before."""
+    """Print the version and run the user's command, unless the command has succeeded for this version."""
     done = into / ".announced"  # the last version, and the command that succeeded with it
     text = f"version {version.version} (digest {version.digest})"
     if done.exists() and done.read_text() == f"{text} {command}":

@@ -50,7 +50,7 @@ def _packages() -> bool:
 
 
 def _release(release: compat.Release) -> bool:
-    """Print a line for each feature of vLLM or TRL. Return whether it is installed, but unusable."""
+    """Print a line for each feature of vLLM or TRL. Return whether the package is installed, but unusable."""
     problems = release.problems()[0]
     state = "was tested with this library" if release.known else "was not tested with this library"
     print(f"{release.package} {release.version} {state}" if release.version else problems[0])

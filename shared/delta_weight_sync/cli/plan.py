@@ -33,10 +33,10 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     add("--encoding", choices=(*cost.ENCODE,), default="fast", help="encoding of deltas (default: fast)")
     kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
-    add("--ranks", type=_positive, help="ranks of the trainer (default: what its memory needs)")
-    add("--workers", type=_positive, help="workers of each replica (default: what its memory needs)")
+    add("--ranks", type=_positive, help="ranks of the trainer (default: as many as its memory needs)")
+    add("--workers", type=_positive, help="workers of each replica (default: as many as its memory needs)")
     add("--cores", type=_positive, default=2, help="cores of each rank and of each worker (default: 2)")
-    add("--steps-per-hour", type=_positive, help="steps of the trainer (default: what the slower side takes)")
+    add("--steps-per-hour", type=_positive, help="steps of the trainer (default: as many as possible)")
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)
 
@@ -48,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _quantity(unit: str, least: float, most: float, wanted: str) -> Callable[[str], float]:
-    """A parser of numbers with a unit; the group in `unit` is its scale, and b means bits."""
+    """Return a parser of numbers such as 10Gb/s. `unit`: a regular expression, whose group is the scale."""
 
     def parse(text: str) -> float:
         match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)

@@ -2,8 +2,8 @@
 
 Most changes of an RL step move a weight by one unit in the last place (ULP), and the smaller a weight is, the
 likelier it moves. Encoding `fast` stores the distance from each change to the next: 1.25 bytes per change if
-1 % of the weights changed. `small` also uses how large the old weights are, which the receiver knows: 0.89
-bytes. One reader reads both.
+1 % of the weights changed. `small` also uses the magnitudes of the old weights, which the reader has: 0.89
+bytes. `Delta` reads both encodings.
 """
 
 from delta_weight_sync.codec._file import Delta as Delta

@@ -33,7 +33,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
 _LONGEST = 300  # characters of an error's reason
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
-_MOST, _DIMS = 1 << 48, 32  # elements and dimensions of a tensor
+_MOST, _DIMS = 1 << 48, 32  # most elements and dimensions of a tensor
 _Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a group's index
 _TABLE = TypeAdapter(Many[tuple[str, Annotated[Many[_Number], Field(max_length=_DIMS)], _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])
@@ -83,7 +83,7 @@ class Delta:
 
     @property
     def reads_old(self) -> bool:
-        """Whether decoding needs the bits of the version before."""
+        """Whether decoding needs the bits of version `base`."""
         return any(groups.LAYOUTS[group.mode].reads_old for group in self.groups)
 
     def decode(self, shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterator[Decoded]:
@@ -96,7 +96,7 @@ class Delta:
             shapes: Shapes of the model's tensors. The table is checked against them first.
             old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). Called only for modes
                 that need it.
-            share: Decode only these groups.
+            share: Which groups to decode.
 
         Raises:
             CodecError: The file is damaged or does not fit the model. Discard what was yielded before.
@@ -165,7 +165,7 @@ def encode(
         patches: The changes. They are consumed one by one, so not all of them have to be in memory.
         old: Returns the bits of a tensor at version `base` (uint16, C-contiguous).
         base: The version that the patches start from.
-        version: The version that they lead to.
+        version: The version that the patches lead to.
         encoding: `fast`, or `small`: about 30 % fewer bytes, but more computation.
 
     Returns:
@@ -196,14 +196,14 @@ def encode(
 
 
 def one_step(deltas: Sequence[Delta]) -> bool:
-    """Whether the deltas are parts of one, which lead from one version to another."""
+    """Whether the deltas are the parts of a single delta: all have the same base and the same version."""
     return len({(delta.base, delta.version) for delta in deltas}) == 1
 
 
 def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterable[Decoded]:
     """Decode consecutive deltas, or their parts, as one. `old` gives the bits at the first delta's base.
 
-    `share`: of the groups of all parts, if the deltas lead over `one_step`; otherwise all of them.
+    `share`: which groups of all parts to decode, if the deltas are `one_step`; otherwise all are decoded.
     """
     if one_step(deltas):
         first, every = share

@@ -19,8 +19,8 @@ Index = NDArray[np.int64]
 Table = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
 _LINE = 1 << 11  # values compared at a time: rounded, they stay in the fastest cache
-_CHUNK = 1 << 18  # values after which the kernel returns what it found, at the latest after twice as many
-_BATCHES = 16  # chunks that a thread compares at a time
+_CHUNK = 1 << 18  # values that one call of the kernel compares, roughly: at most twice as many
+_BATCHES = 16  # calls of the kernel in one job of a thread
 _INFINITY = 0x7F80  # the exponent of infinities and NaNs
 
 
@@ -113,7 +113,7 @@ def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
 
 
 def cut(parts: Table, size: int) -> Table:
-    """Cut parts, int64 [p, 3], into parts of at most `size`: each has a number, a start, and a length."""
+    """Cut each part (row of int64 [p, 3]: number, start, length) into parts of at most `size`."""
     pieces = -(-parts[:, 2] // size)
     cuts = np.repeat(parts, pieces, axis=0)
     offset = (np.arange(len(cuts)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
@@ -169,7 +169,7 @@ def nearest(words: NDArray[np.uint32], bits: Bits) -> None:
 
 @kernel
 def _compare(tensors: Table, pieces: Table, index: Index, ulps: Bits, counts: Table) -> int:
-    """Compare pieces: int64 [p, 3], a tensor's number, the first value, and the number of values."""
+    """Compare `pieces` (int64 [p, 3]: tensor, first value, number of values); returns how many differ."""
     count, line = 0, np.empty(_LINE, np.uint16)
     for p in range(pieces.shape[0]):
         tensor, first, size = pieces[p]

@@ -35,7 +35,7 @@ State = NDArray[np.int64]
 
 @kernel
 def rice_k(numbers: Numbers) -> tuple[int, int]:
-    """(k, bits): the parameter that is best for runs between independent events, and the section's length."""
+    """(k, bits): the best parameter for runs between independent events, and the section's length in bits."""
     total, k = np.int64(0), 0
     for number in numbers:
         total += number
@@ -94,7 +94,7 @@ def take(words: Words, at: int, bits: int) -> int:
 
 @kernel
 def next_one(words: Words, at: int, end: int) -> int:
-    """Position of the first set bit from `at` on; `end` if none comes before it."""
+    """Position of the first set bit from `at` on; `end` if there is none before `end`."""
     word = _peek(words, at)
     while word == 0 and at < end:
         at += 64
@@ -104,7 +104,7 @@ def next_one(words: Words, at: int, end: int) -> int:
 
 @kernel
 def golomb_k(numbers: Numbers) -> tuple[int, int]:
-    """(k, bits): the parameter with which the Exp-Golomb section of `numbers` is shortest, and its length."""
+    """(k, bits): the parameter with which the Exp-Golomb section of `numbers` is shortest, and its bits."""
     best_k, best_bits = 0, np.int64(-1)
     for k in range(MAX_GOLOMB + 1):
         bits = np.int64(0)
@@ -192,14 +192,14 @@ def open_runs(
 ) -> tuple[Words, State]:
     """Return the words of a stream, and the state of a reader before the first item: int64 [7, bands].
 
-    Raises `CodecError`, which names the stream as `what`, if the sections do not fit it or a run is damaged.
+    Raises `CodecError` if the sections do not fit the stream or a run is damaged. `what`: name for messages.
     """
     words, state = to_words(stream), np.zeros((7, len(sections)), np.int64)
     at = 0
     for band, (events, k, flipped, bits) in enumerate(sections):
         if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
             raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
-        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # -1: a virtual event
+        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # -1: event before item 0
         if walk(words, state, band, 0, np.empty(1, np.int64)) < 0:
             raise CodecError(f"the section of {what} is damaged")
         at += bits
@@ -208,7 +208,7 @@ def open_runs(
 
 @kernel
 def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int:
-    """Write the events among a band's next `numel` items to `index`; returns their number, -1 if damaged."""
+    """Write the positions of events in a band's next `numel` items; returns their number, -1 if damaged."""
     count, at, k = 0, state[RUN, band], state[K, band]  # the state stays in registers
     left, remainder = state[LEFT, band], state[REMAINDER, band]
     quotient, end = state[QUOTIENT, band], state[END, band]

@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], FailFast()]  # stops at the first bad item of perhaps a million
 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
-_FEW = 64  # changes of a tensor
+_FEW = 64  # a tensor with fewer changes has the mode `sparse`: see `encode_jobs`
 _CLUSTERED = 4.0  # with this many times the adjacent changes expected by chance, try a bitmask
 _UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
 _BY_BAND = positions.cut(range(1, BANDS))  # exponent e is band e; see `_as_weights`
@@ -133,10 +133,10 @@ def decode_group(
 ) -> Decoded:
     """Return the changes of a group.
 
-    `sizes`, int64 [2, n]: each tensor's elements and changes. `olds`: its old bits, if the mode reads them.
+    `sizes`, int64 [2, n]: elements and changes of each tensor. `olds`: as `read_old` reads them.
     """
     lengths = tuple(len(each) for each in (group.limits, group.gaps, group.large, group.sizes))
-    if lengths != (expected := LAYOUTS[group.mode].rows):  # the kernels rely on it
+    if lengths != (expected := LAYOUTS[group.mode].rows):  # the kernels rely on these lengths
         raise CodecError(f"the lists of a group of mode {group.mode} have {lengths} items, not {expected}")
     total, changes = sizes.sum(1).tolist()
     if group.mode in ("dense", "raw"):
@@ -253,7 +253,7 @@ def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
         at += length
     words, state = bits.open_runs(group.large, streams["large"], "large changes")
     ulps = np.unpackbits(streams["signs"], count=band_of.size, bitorder="little").astype(np.uint16)
-    ulps *= np.uint16(65534)  # -2: the bits 0 and 1 become 1 and -1, for now one ULP each
+    ulps *= np.uint16(65534)  # times -2, plus 1: the bits 0 and 1 become 1 and -1 ULP; see `_enlarge`
     ulps += np.uint16(1)
     large = np.empty(min(ulps.size, at), np.int64)
     bands = np.zeros(large.size, np.uint8)
@@ -311,8 +311,8 @@ def _unpack(frame: Bytes, size: int) -> Bytes:
 def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Mode) -> Iterator[tuple[Mode, list[Patch], Old]]:
     """Yield the groups: the mode of each, its patches, and the lookup of their old bits.
 
-    Consecutive tensors for which the same mode is smallest form a group. For a tensor with few changes,
-    that is mode `sparse`.
+    Consecutive tensors for which the same mode is smallest form a group. A tensor with few changes always has
+    mode `sparse`.
     """
     members: list[Patch] = []
     mode, elements = sparse, 0
@@ -351,6 +351,6 @@ def _other_modes(patch: Patch) -> list[Mode]:
 def read_old(mode: Mode, names: Iterable[str], old: Old) -> dict[str, Bits]:
     """Read what `mode` needs of `old`, in the order of `names`.
 
-    `old` must run in this thread: it may take a lock, or ask other ranks in a fixed order.
+    `old` must run in this thread: it may take a lock, or ask vLLM's other workers in a fixed order.
     """
     return {name: old(name) for name in names} if LAYOUTS[mode].reads_old else {}

@@ -238,7 +238,7 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
 
 @kernel
 def _list(marked: Words, first: int, index: Index, found: int) -> int:
-    """Append the positions of a chunk's `marked` weights to `index`. Returns its new count, -1 if full."""
+    """Append the positions of a chunk's `marked` weights to `index`. Returns their new number, -1 if full."""
     for block in range(_BLOCKS):
         word, end = marked[block], found + ones(marked[block])
         if end > index.size:

@@ -5,7 +5,7 @@ this rank holds. One launch takes the tiles of many tensors. Kernels read absolu
 pinned host memory is read over the bus during the comparison. The host reads back two tables:
 
     book    int64 [66 + tiles]: number of changes; number of changes to NaN or infinity; 64 cells, whose sum
-            is the change of the digest; and per tile `place * 8192 + count`
+            is the change of the digest; per tile `place * 8192 + count` (`place`: of its changes in `found`)
     found   int32 [capacity]: `position within the tile << 16 | ulps`; the changes of a tile are in order
 """
 
@@ -155,7 +155,7 @@ class _Tiles:
     """The table of tensors that are compared together on one device, and what the host needs to read the
     kernels' answer.
 
-    `key`: what the table depends on. `count`: of tiles. `blocks`: int64 [count], the block of each tile in
+    `key`: what the table depends on. `count`: number of tiles. `blocks`: int64 [count], each tile's block in
     its tensor. `ends`: int64 [tensors], index after each tensor's last tile. `room`: how many changes fit.
     """
 
@@ -192,8 +192,8 @@ class _Tiles:
 def _entries(part: Part, mirror: torch.Tensor) -> Index:
     """Rows of the table, int64 [n, 5]: addresses of element 0 in tensor and mirror, start, stop, seed.
 
-    Each contiguous stretch of the parameter has a row. The mirror holds the whole parameter, the rank's own
-    tensor only its stretches, one after the other.
+    Each contiguous stretch of the parameter has a row. The mirror holds the whole parameter; the rank's
+    tensor holds only these stretches, one after the other.
     """
     starts, length = part.block.stretches()
     before = length * np.arange(len(starts)) - starts  # offset to where element 0 would be
@@ -218,7 +218,7 @@ class Changes:
 
 
 class DeviceDiff:
-    """Compares parameters on one device with their mirrors, and updates those, on the trainer's stream."""
+    """Compares parameters on one device with their mirrors; updates the mirrors on the trainer's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,6 @@
 """The mirror: a bf16 copy of the weights of the newest sync, and the diff of live parameters against it.
 
-The diff has two halves: `find` only reads, so that other threads may read the mirror meanwhile; `keep` then
+The diff has two halves: a `Search` only reads, so other threads may read the mirror meanwhile; `keep` then
 writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", the fastest)
 or in pinned host memory ("host", which is read over the bus). Only changed elements leave the GPU.
 """
@@ -220,7 +220,7 @@ class Mirror:
 class Search:
     """Finds what changed in parts (of any float dtype), which are added one by one.
 
-    They are compared together, or as soon as their temporary copies take more than a gigabyte.
+    The parts are compared together, or as soon as their temporary copies take more than a gigabyte.
     """
 
     def __init__(self, mirror: Mirror) -> None:
@@ -235,7 +235,7 @@ class Search:
             self.found()
 
     def found(self) -> Found:
-        """Compare what waits. Returns all differences."""
+        """Compare the parts that wait. Returns the differences of all parts so far."""
         waiting, self._waiting, self._held = self._waiting, [], 0
         on_devices = [part for part in waiting if has_kernels(part.tensor)]
         self._found.devices.extend(self._mirror.find_on_devices(on_devices))
@@ -244,7 +244,7 @@ class Search:
 
 
 def _threads() -> int:
-    """Threads to use while the trainer waits: all cores, unless torch is set to use fewer."""
+    """Threads to use while the trainer waits: torch's number of threads, but at least `util.THREADS`."""
     return max(util.THREADS, torch.get_num_threads())
 
 

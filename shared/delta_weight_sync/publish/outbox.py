@@ -9,7 +9,7 @@ Meanwhile later syncs are merged into one pending update. At all times
 So no change is lost, and the encoder gets the published bits by undoing the updates, without a second copy.
 
 With several ranks, each has an outbox for the tensors that it owns. They publish in step: the same syncs
-become the same update on all ranks. Each stores its part of the delta; then rank 0 commits the version.
+become the same update on all ranks. Each stores its part of the delta; then rank 0 publishes the manifest.
 """
 
 from __future__ import annotations
@@ -92,11 +92,10 @@ class PendingUpdate:
 
 
 class Outbox:
-    """The publishing half of a rank. One thread, the trainer's, calls `publish`; rank 0 calls the rest, too.
-
-    The ranks create their outboxes, and call `publish`, together. `writer` is a `RunWriter` on rank 0, which
-    has a `log`, too, and a `PartWriter` elsewhere. `untrained` (on rank 0) gets the shapes of the first
-    sync's tensors, and the bits of the largest of them. It returns the model's other tensors.
+    """The publishing half of a rank. All ranks create their outboxes, and publish, at the same time, in the
+    trainer's thread. Only rank 0 calls `flush`, `pin` and `pinned`, has a `log`, and has a `RunWriter` as its
+    `writer`; on other ranks, `writer` is a `PartWriter`. `untrained`, on rank 0, returns the tensors that are
+    not trained, given the shapes of the first sync's tensors and a way to get the largest tensor's bits.
     """
 
     def __init__(
@@ -413,7 +412,7 @@ class Outbox:
     def _until_stored(
         self, version: int, attempt: Callable[[], Kind], again: Callable[[], Kind]
     ) -> Kind | None:
-        """The result of `attempt`, and after a `BucketError` of `again`. None if this outbox is closed."""
+        """Call `attempt`; after each `BucketError`, call `again`. Return the result; None after `close`."""
         began, warned = time.monotonic(), -math.inf
         while not self._closed:
             try:

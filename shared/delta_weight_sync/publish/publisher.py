@@ -145,7 +145,7 @@ class Publisher:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank publishes."""
+        """Whether this is the main rank, which writes manifests and HEAD."""
         return self._peers.main
 
     @property
@@ -179,7 +179,7 @@ class Publisher:
         """Hand over the weights for a new version. Returns when the changes since the last sync are known.
 
         A background thread encodes and uploads them. Syncs that arrive during an upload become one version.
-        Do not change the tensors before this returns. The first version of a run is in the bucket by then.
+        Do not change the tensors before this call returns. In a new run, the first call uploads version 0.
 
         Args:
             weights: `model.named_parameters()`, or another iterable or mapping of checkpoint names and
@@ -215,8 +215,8 @@ class Publisher:
     def find_state(self) -> StateRecord | None:
         """Find the newest state to resume from and set `resumed_from` to it; None for a new run.
 
-        If this trainer then repeats the syncs that the earlier one made after that state, they are not
-        published a second time. The first sync that differs is published. Every rank reads the bucket.
+        If this trainer then repeats the syncs that the earlier trainer made after that state, these syncs
+        are not published again. The first sync that differs is published. Every rank reads the bucket.
 
         Raises:
             StateError: The run has versions after 0 but no state.
@@ -231,8 +231,8 @@ class Publisher:
     ) -> dict[str, Any] | None:
         """Resume from the newest state: put back what `save_state` saved, bit for bit.
 
-        That includes this process's random numbers; a rank without a predecessor gets a seed from those of
-        rank 0. Returns the `extra` of `save_state`; None, with nothing changed, for a new run.
+        That includes this process's random numbers. A rank that the earlier trainer did not have gets a seed
+        from rank 0's numbers. Returns the `extra` of `save_state`; None, with nothing changed, for a new run.
 
         Raises:
             StateError: The state is of another model or optimizer, or there is none.
@@ -243,7 +243,7 @@ class Publisher:
         assert found is not None
         live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
-        # None are known if the newest version is damaged; the untrained weights are not known then, either.
+        # If the newest version is damaged, `shapes` is empty and the untrained weights are unknown: no check.
         published = {name: tensor for name, tensor in live.items() if name in self._outbox.shapes}
         if published and self.digest(published.items()) != found.record.digest:
             raise errors.StateError(
@@ -271,8 +271,8 @@ class Publisher:
             weights: Every tensor that training changes, under the names of `publish`.
             optimizer: Its state, such as moments, is saved.
             extra: JSON of your own, such as the number of samples used.
-            final: Save it even if `state_minutes` have not passed: at the end of training.
-            **others: Learning rate schedule, gradient scaler.
+            final: Save the state even if `state_minutes` have not passed: at the end of training.
+            **others: Other objects with a state: learning rate schedule, gradient scaler.
 
         Returns:
             False, with nothing saved, if the last state is younger than `state_minutes` or still being
@@ -384,7 +384,7 @@ class Publisher:
 
 
 def checkpoint_weights(weights: Model) -> Weights:
-    """Each weight once, without the prefixes of torch.compile, DDP, FSDP and gradient checkpointing.
+    """Yield each weight once, named without prefixes of torch.compile, DDP, FSDP, gradient checkpointing.
 
     In a mapping such as `model.state_dict()`, tied weights are one tensor with two names; the first is used.
 

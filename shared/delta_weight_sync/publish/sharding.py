@@ -1,4 +1,4 @@
-"""Several trainer processes: which rank diffs which elements, which rank owns which tensors, and their talk.
+"""Several trainer processes: which rank diffs which elements and owns which tensors; their communication.
 
 Under FSDP2 each rank holds a block of each parameter (a `DTensor`), finds the changes in it, and sends them
 to the owner of the tensor once per sync. The owner holds the mirror of the whole tensor, encodes its changes
@@ -39,11 +39,11 @@ _TIMEOUT = datetime.timedelta(
 
 
 class Owners(dict[str, int]):
-    """Name of each tensor -> the rank that owns it. All ranks agree, if they name tensors in one order."""
+    """Name of each tensor -> the rank that owns it. All ranks agree if they add tensors in the same order."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        parts = min(ranks, MAX_PARTS)  # if ranks are more, owners are spread over all machines
+        parts = min(ranks, MAX_PARTS)  # if there are more ranks, the owners are spread over all machines
         self._loads = {number * ranks // parts: 0 for number in range(parts)}  # elements that a rank owns
 
     def of(self, name: str, shape: Sequence[int]) -> int:
@@ -57,8 +57,8 @@ class Owners(dict[str, int]):
 def own_block(tensor: torch.Tensor, *, owner: bool) -> Block | None:
     """The block of a parameter that this rank diffs, or None.
 
-    The owner diffs a tensor that every rank holds whole, or that is not `is_block`. If a mesh dimension holds
-    copies of a block, the first rank along that dimension diffs the block.
+    Only the owner diffs a tensor that every rank holds whole, or for which `is_block` is False. If a mesh
+    dimension holds copies of a block, the first rank along that dimension diffs the block.
     """
     if not is_block(tensor):
         return Block.whole(tensor.shape) if owner else None
@@ -91,12 +91,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether each rank holds a plain block, not a strided or partial one. The same on all ranks."""
+    """Whether each rank holds a plain block, not a strided or partial one. All ranks get the same answer."""
     return isinstance(tensor, DTensor) and all(type(p) in (Shard, Replicate) for p in tensor.placements)
 
 
 class Shards:
-    """This rank's blocks of tensors that other ranks own: their mirror, as they were at the last sync."""
+    """The mirror of this rank's blocks of tensors that other ranks own."""
 
     def __init__(self, place: Place, *, finite: bool = False) -> None:
         self.mirror = Mirror(place, finite=finite)
@@ -117,7 +117,7 @@ class Shards:
         return held_part(name, tensor, Block.whole(local(tensor).shape)) if block else None
 
     def keep(self, found: Found) -> list[Patch]:
-        """Write what was found into the mirror. Returns it with positions in the whole tensors."""
+        """Write what was found into the mirror. Returns the patches, with positions in the whole tensors."""
         self.mirror.keep(found)
         return [
             Patch(patch.name, block.shape, block.positions(patch.index), patch.ulps)
@@ -163,7 +163,7 @@ def union(parts: Iterable[Patch]) -> list[Patch]:
 
 
 class Peers:
-    """Communication between the ranks, the processes of this trainer. With a single one, it does nothing.
+    """Communication between the ranks, the processes of this trainer. A single process sends nothing.
 
     All processes must create a `Peers` and call its methods in the same order. With `alone`, this process
     acts as if it were the only one.

@@ -7,7 +7,7 @@ copy keeps the weights of the version where the jump begins. The jump is the dif
 
 Each rank does this for the tensors that it owns. Jumps end at multiples of 8 and 64, so all ranks make the
 same ones. A manifest names a shortcut once all ranks have stored their parts. If the trainer crashes before,
-`keep` or `gc` deletes them.
+`keep` or `gc` deletes these parts.
 """
 
 import logging
@@ -28,7 +28,7 @@ from delta_weight_sync.reader import apply_delta, require_digest
 from delta_weight_sync.records import STRIDES, FileRef, Manifest
 from delta_weight_sync.scratch import Scratch
 
-_BEHIND: Final = 16  # while more versions than this wait here, it makes no jumps and anchors
+_BEHIND: Final = 16  # while more versions than this wait, anchors are made, but no jumps
 _RESTART_EVERY: Final = 64  # versions between two attempts to begin again, for example after a full disk
 _CLOSING_S: Final = 5.0
 _SMALLEST: Final = 1 << 24  # bytes of memory that patches may always take
@@ -37,7 +37,7 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 class _Start:
-    """Where a stride's next jump begins: that version's weights in a copy, or the merged patches since it."""
+    """Where a stride's next jump begins: a version's weights in a copy, or all patches since then, merged."""
 
     def __init__(self, stride: int, path: Path) -> None:
         self.stride, self.version = stride, -1
@@ -51,7 +51,7 @@ class _Start:
             shutil.copytree(newest, self._path, dirs_exist_ok=True)
 
     def jump_is_due(self, version: int) -> bool:
-        """Whether a jump ends here. It spans 8 or 64 versions, or less if this trainer began in between."""
+        """Whether a jump ends here. It spans 8 or 64 versions; fewer if this trainer began in between."""
         return version % self.stride == 0 and version - self.version >= self.stride // 2
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:

@@ -56,7 +56,7 @@ class PartWriter:
         self.receipts: Mapping[str, str] = {}  # of uploaded parts of the version in progress, by key
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Upload this rank's part of the delta that leads to `version`. Rank 0's `commit` stores it."""
+        """Upload this rank's part of the delta to `version`. Rank 0's `commit` then stores the part."""
         key = self.keys.delta(version, self.writer, self.part)
         self.receipts = {key: receipt} if (receipt := self.bucket.upload(key, data)) else {}
         return _delta(key, data, version - 1, version, changed)
@@ -108,7 +108,7 @@ class RunWriter(PartWriter):
         self._considered = 0  # length of `_jumps` when `_decided` was made
         self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was found intact last
         self._intact = 0  # the last version whose files were all found as published
-        self._damaged = False  # a file of a version after that was not
+        self._damaged = False  # whether a file of a newer version was missing or changed
         self._started = time.time()
         self.on_version: Callable[[Manifest], object] | None = None  # called after each published version
         self.newest = self._claim(others)
@@ -156,7 +156,7 @@ class RunWriter(PartWriter):
     def look_for_damage(self) -> None:
         """Find out whether a file of the newest version is missing or has changed; an anchor is then due.
 
-        This lists the run every `_EVERY` versions, or each time while it finds damage. It reads each small
+        This lists the run every `_EVERY` versions, or at each call while there is damage. It reads each small
         file of the checkpoint once, but no weights and deltas: this writer has written or read them itself.
         """
         newest = self.newest
@@ -186,7 +186,7 @@ class RunWriter(PartWriter):
         return False
 
     def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
-        """Store this rank's files of an anchor: weights, and the small files unless they are stored."""
+        """Store this rank's files of an anchor: weights, and the small files if the bucket lacks them."""
         weights = super().put_weights(version, paths)
         if self.assets and (self._damaged or not self._asset_refs):
             files = [path for path in sorted(self.assets.iterdir()) if path.is_file()]
@@ -203,7 +203,7 @@ class RunWriter(PartWriter):
         return [*weights, *table, *self._asset_refs]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Prepare the delta: `commit` stores it with manifest and HEAD. A part of it is uploaded now."""
+        """Prepare the delta: `commit` stores it with manifest and HEAD. With several ranks, upload it now."""
         if self.part:
             return super().put_delta(version, data, changed)
         key = self.keys.delta(version, self.writer, self.part)
@@ -211,8 +211,8 @@ class RunWriter(PartWriter):
         return _delta(key, data, version - 1, version, changed)
 
     def collect(self, stored: Sequence[Sequence[Stored]]) -> None:
-        """Take what each rank has stored, by rank. The next manifest names the jumps and the anchor among
-        these that all ranks have stored."""
+        """Take what each rank has stored, by rank. Once all ranks have stored their parts of a jump or an
+        anchor, the next manifest names it."""
         for rank, parts in enumerate(stored):
             for part in parts:
                 self._parts.setdefault((part.base, part.version), {})[rank] = part

@@ -58,7 +58,7 @@ class StateRecord(Sealed):
 
 
 class StateSaver:
-    """Uploads one snapshot at a time in the background. Every rank has a saver; all save at the same time."""
+    """Uploads snapshots (states copied to the host) one at a time. All ranks save at the same time."""
 
     def __init__(
         self, reader: RunReader, peers: Peers, outbox: Outbox, writer: RunWriter | None, every_s: float
@@ -131,7 +131,7 @@ def _prune(reader: RunReader, newest: str) -> None:
 
 
 class FoundState:
-    """A state to restore. Each rank downloads, and so checks, its share of the objects; later what it needs.
+    """A state to restore. Each rank first downloads and checks a share of the objects, later those it needs.
 
     Raises `ProtocolError` for an object that is damaged.
     """

@@ -39,7 +39,7 @@ class Held(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    on_host: bool  # where the trainer had it
+    on_host: bool  # whether the trainer had the tensor on the host
 
 
 class Note(Record):
@@ -49,7 +49,7 @@ class Note(Record):
 
     held: dict[str, Held]  # the tensors; the main rank has at least a block of every one
     setup: dict[str, dict[str, Any]]
-    values: dict[str, Any]  # of the optimizer's state, what is no tensor
+    values: dict[str, Any]  # those values of the optimizer's state that are not tensors
     others: dict[str, Any]
     random: dict[str, Any]
 
@@ -84,8 +84,8 @@ def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> 
 def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others) -> None:
     """Restore all but the random numbers from this rank's `note` and that of the `main` rank.
 
-    `fill` gets a tensor's name in the state, and fills this rank's part of the tensor. Raises `StateError` if
-    the state does not fit this trainer.
+    `fill` gets a tensor and its name in the state, and fills this rank's part of the tensor. Raises
+    `StateError` if the state does not fit this trainer.
     """
     for part, now in _setup(live, optimizer, others).items():
         then = note.setup[part]
@@ -122,7 +122,7 @@ def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer,
 
 
 def take_random_state() -> dict[str, Any]:
-    """Return the states of all random generators (python, numpy, torch, its GPU) as JSON."""
+    """Return the states of all random generators (python, numpy, torch on CPU and GPU) as JSON."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {
@@ -135,7 +135,7 @@ def take_random_state() -> dict[str, Any]:
 def put_random_state(saved: Mapping[str, Any], branch: int = 0) -> None:
     """Continue the random numbers from where `take_random_state` was called.
 
-    Each `branch` except 0 continues with numbers of its own: its number, plus the next random one, is a seed.
+    Each `branch` except 0 gets numbers of its own: its seed is the next random number plus `branch`.
     """
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -168,7 +168,7 @@ def _entries(live: Tensors, optimizer: Optimizer) -> Iterator[tuple[str, Any, to
 
 
 def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dict[str, Any]]:
-    """Return what, learning rates aside, is the same in the trainer that saved a state and in the next."""
+    """Return what must be equal when a state is saved and when it is restored, except learning rates."""
     groups = optimizer.param_groups
     keys = {key for group in groups for key in group if key != "params"}
     trained = {f"parameter {number}": list(p.shape) for number, p in _parameters(optimizer)}

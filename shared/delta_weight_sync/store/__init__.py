@@ -58,9 +58,9 @@ class Bucket(ABC):
             self._put(key, data)
 
     def upload(self, key: str, data: bytes) -> str:
-        """Upload an object that `put_all`, called by any process with this receipt, then stores under `key`.
+        """Upload an object. Returns a receipt, with which `put_all` in any process stores the object.
 
-        A store that cannot separate the two stores the object immediately.
+        A store that cannot separate upload and storing stores the object immediately, and returns "".
         """
         self.put(key, data)
         return ""
@@ -70,7 +70,7 @@ class Bucket(ABC):
     ) -> None:
         """Store small objects, the last one after all others. A failure may leave some stored, each whole.
 
-        `receipts`: of objects that were uploaded before, by key; they are stored first.
+        `receipts`: key -> receipt of objects that `upload` has uploaded; these are stored first.
         """
         for key, data in objects:
             self.put(key, data)
@@ -95,10 +95,10 @@ class Bucket(ABC):
         return sha256.hexdigest()
 
     def fetch_together(self, wanted: Sequence[tuple[str, Path, int]]) -> None:  # noqa: B027 - optional
-        """Download what takes fewer requests together than one by one: (key, dest, limit), as for `fetch`.
+        """Download those objects that take fewer requests together than one by one.
 
-        Leaves out the other objects and those that `fetch` would refuse. A store without such objects does
-        nothing.
+        `wanted`: (key, dest, limit), as for `fetch`. Other objects, and those that `fetch` would refuse, are
+        left out.
         """
 
     def stat(self, key: str) -> ObjectInfo | None:

@@ -98,8 +98,8 @@ class FileBucket(store.Bucket):
 
     @contextmanager
     def _opened_folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
-        """Descriptor of a folder below the bucket's folder; only the latter may be a link. Raises
-        `NotADirectoryError` if a part is a link or a file, and `FileNotFoundError` unless `create` is set."""
+        """Yield the descriptor of a folder below the bucket's folder; only the latter may be a link. Raises
+        `NotADirectoryError` for a link or a file, `FileNotFoundError` for a missing part unless `create`."""
         folder = os.open(self._root, _ROOT)
         try:
             for part in parts:

@@ -118,7 +118,7 @@ class S3Bucket(store.Bucket):
         )
 
     def _is_there(self) -> bool:
-        """Whether the bucket exists. The answer to a HEAD request for an object does not say so."""
+        """Whether the bucket exists. `self._store.head` answers the same for a missing object and bucket."""
         try:
             next(iter(self._store.list(self._root, chunk_size=1)), None)
         except self._failures as error:

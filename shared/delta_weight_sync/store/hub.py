@@ -67,7 +67,7 @@ _READS: Final = 3  # attempts to read an object by its URL, if the connection br
 CONNECT_S: Final = 10.0  # to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
 STEADY_S: Final = 60.0  # after a feed that lasted this long, reconnect within a second
-FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles with each
+FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles after each such feed
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
 _quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what the Hub says of the token's quota
@@ -165,7 +165,7 @@ class HubBucket(store.Bucket):
     def put_all(
         self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
     ) -> None:
-        """Store objects with one upload and one request. Its answer proves that they are there."""
+        """Store objects with one upload and one request. The answer proves that they are stored."""
         self.sent += sum(store.size_of(data) for _, data in objects)
         hashes = dict(zip((key for key, _ in objects), self._upload(objects), strict=True))
         self._register({**(receipts or {}), **hashes})
@@ -248,7 +248,7 @@ class HubBucket(store.Bucket):
         self._api.batch_bucket_files(self._id, delete=[self._path(key) for key in keys])
 
     def notifications(self, prefix: str) -> Notifications:
-        """From the Hub's feed."""
+        """As in `Bucket`, from the Hub's feed."""
         store.check_prefix(prefix)
         url = f"{self._api.endpoint}/api/buckets/{self._id}/events"
         return HubNotifications(url, self._folder, prefix, _quotas[self._id])
@@ -277,7 +277,7 @@ class HubBucket(store.Bucket):
             return errors.ObjectMissingError(f"{place} does not exist")
         if isinstance(error, HfHubHTTPError):
             return self._refusal(error, place, write)
-        # The error may mean that the Hub refused, is down, or that its storage is down. So ask the Hub.
+        # The Hub may have refused the request, or the Hub or its storage may be down. So ask the Hub.
         try:
             self._api.bucket_info(self._id)
         except HfHubHTTPError as cause:
@@ -370,7 +370,7 @@ class HubNotifications(Notifications):
         limits = (CONNECT_S, SILENCE_S, CONNECT_S, CONNECT_S)  # connect, read, write, wait for a connection
         with get_session().stream("GET", self._url, headers=headers, params=cursor, timeout=limits) as answer:
             if answer.status_code != 200 or "event-stream" not in answer.headers.get("content-type", ""):
-                self._cursor = ""  # it may be the reason for the refusal
+                self._cursor = ""  # the cursor may be the reason for the refusal
                 return _retry_after_s(answer.headers) or 0.0
             stream = answer.extensions.get("network_stream")
             self._connection = stream.get_extra_info("socket") if stream else None
@@ -399,6 +399,6 @@ class HubNotifications(Notifications):
 
 
 def _pause_s(failures: int) -> float:
-    """Seconds before the next connection; random, because many may lose theirs at the same moment."""
+    """Seconds before the next connection; random, because many clients may lose theirs simultaneously."""
     usual = FIRST_FEED_PAUSE_S * 2.0 ** min(failures - 1, 30) if failures else 1.0  # 30: no overflow
     return min(usual, LONGEST_FEED_PAUSE_S) * random.uniform(0.5, 1.0)

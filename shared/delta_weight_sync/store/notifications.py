@@ -1,8 +1,8 @@
-"""When to look at a bucket again: after an interval, or as soon as a notification arrives.
+"""When to poll a bucket again (a "look"): after an interval, or as soon as a notification arrives.
 
 A store that reports its changes (the Hub) has a subclass of `Notifications`; other stores are polled. A poke,
-a request from outside, means "look now" and carries nothing else. After pokes have caused `POKES`
-looks in a row, they cause only one look per interval.
+a request from outside, means "look now" and carries nothing else. After pokes have caused
+`POKES` looks in a row, further pokes cause only one look per interval.
 
 All replicas of a user share one quota of requests. The Hub counts requests in windows of five minutes, and
 each answer says how many are left, and for how long. Requests of other replicas lower that number, too, so
@@ -101,7 +101,7 @@ class Notifications:
             if self._poked:
                 self._poked_until = max(self._poked_until, now) + interval
             self.unprompted = safe
-            # A store may show a write a moment after it reported it: one more look will come soon.
+            # A reported change may become visible a moment later, so one more look will come soon.
             self._settled = not prompted
             self._notified, self._poked, self._looked = False, False, now
             return True

@@ -46,25 +46,25 @@ class BucketWeightTransfer:
         self._publisher = Publisher(self._url, self._base, peers=Peers(alone=True), **self._options)
 
     def pause(self) -> None:
-        """Do nothing (see above)."""
+        """Do nothing, because replicas commit by themselves."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish TRL's parameters, whole tensors under checkpoint names.
 
-        Returns when the changes are known, before they are uploaded.
+        Returns when the changes are known, before they are uploaded; for the first version, after the upload.
         """
-        if self._publisher is None:  # in another `train()` of the same trainer, TRL does not open it again
+        if self._publisher is None:  # in a second `train()` of a trainer, TRL does not open the run again
             self.init_weight_transfer()
         assert self._publisher is not None
         self._syncs += 1
         self._publisher.publish(iterator, self._syncs)
 
     def resume(self) -> None:
-        """Do nothing (see above)."""
+        """Do nothing, because replicas commit by themselves."""
 
     def destroy(self) -> None:
         """Publish what is pending, and close the run."""
         publisher, self._publisher = self._publisher, None
         if publisher:
             with publisher:
-                pass  # leaving it does both
+                pass  # leaving the block does both

@@ -1,7 +1,7 @@
 """Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
-They also make the rollout process end with the trainer, and name the cause if it fails. `install` skips
-patches of code that this release lacks (`compat.toml`). TRL works without them if it has a GPU that
+They also make the rollout process end with the trainer, and name the cause if that process fails. `install`
+skips patches of code that this release lacks (`compat.toml`). Without the patches, TRL needs a GPU that
 FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
@@ -38,8 +38,8 @@ _ROUNDING = 0.1  # `_require_same_mask`: rounding to 16 bits changes results by 
 
 
 def install(*needed: str) -> None:
-    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks a feature of
-    `compat.toml` that is not optional, or is `needed`."""
+    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks a feature that is
+    required by `compat.toml` or listed in `needed`."""
     release = compat.require("trl", *needed)
     if release.works("without_vllm"):
         # The rollout worker needs only HTTP, but refuses to start unless vLLM is installed. Remove this once

@@ -70,13 +70,13 @@ class TrainedGroups(set[int]):
 
 
 class BucketGRPOTrainer(AsyncGRPOTrainer):
-    """Calls `on_sync` on every rank at each weight sync, with all parameters as that rank holds them.
+    """Calls `on_sync` on every rank at each sync, with all parameters as that rank holds them.
 
     TRL skips frozen parameters, gathers each sharded one, and calls `weight_transfer` only on the main rank.
     Once TRL gives a `WeightTransferProtocol` each rank's own parameters, only resuming is left in this class.
 
     Args:
-        on_sync: Called with named parameters and the number of the sync, right only on the main rank.
+        on_sync: Called with named parameters and the sync's number, which is right only on the main rank.
         resumed_from: The progress of an earlier trainer, from which training continues.
         **kwargs: Arguments of TRL's trainer.
     """

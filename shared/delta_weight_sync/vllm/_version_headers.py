@@ -40,7 +40,7 @@ _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices 
 
 
 def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
-    """ASGI middleware: refuses what needs newer weights, and adds the headers when a response begins.
+    """ASGI middleware: refuses requests that need newer weights; adds the headers when a response begins.
 
     A streamed response begins before its versions are known. Its headers name only the version served when
     the request came. Its tokens are of this version or newer, unless the owner goes back to an older one.

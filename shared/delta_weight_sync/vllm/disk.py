@@ -1,7 +1,7 @@
 """A replica's folders, where versions are built as checkpoints for vLLM and its workers.
 
 The anchor stays on disk, so another version with this anchor needs only deltas and jumps. A version is a copy
-of its anchor with these applied; all workers map the same file. The commit proves the version's digest.
+of its anchor with deltas and jumps applied; all workers map the same files. The commit checks the digest.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
 
     vLLM executes what it reads there (chat templates) or serves it (weights). So `SettingsError` is raised if
     the folder belongs to another user (anyone can create one in /tmp), if every user may write to it, or if
-    another process has locked it. This process then keeps it locked, unless `keep` is False.
+    another process has locked it. With `keep`, this process holds the folder's lock until the process ends.
     """
     path, problem = Path(folder), ""
     try:
@@ -93,7 +93,7 @@ class Layout:
         return f"{share * wanted / _STEPS / 1e6:.{digits}f} of {wanted / 1e6:.{digits}f} MB"
 
     def _anchor(self, anchor: AnchorRef) -> Path:
-        """The anchor's folder, named by its hash. A missing or damaged anchor is fetched again.
+        """The anchor's folder, named by its first weights' sha256. Fetches what is missing or damaged.
 
         If that fails, complete files stay for the next try.
         """

@@ -47,9 +47,9 @@ class TokenVersion(NamedTuple):
 
 
 Times = tuple[float, float, float, float]
-"""Of a version: the seconds of staging, of the pause, and of the writing within the pause; when it was live.
+"""Of one version: seconds of staging, of the pause, and of the writing within it; the time it became live.
 
-The last is in unix seconds, by the clock of the last worker: another host's if vLLM runs on several hosts.
+This time is in unix seconds, by the clock of the last worker: another host's if vLLM runs on several hosts.
 """
 
 
@@ -129,7 +129,7 @@ class Engine:
         self._wait(self._client.update_weight_version(label))
 
     def _take(self, digest: str, label: str, **what: Any) -> Times:
-        """Stage and commit. "stage" commits, too, if vLLM is not paused and a worker is in its engine.
+        """Stage and commit. If vLLM is not paused, a worker in the engine's own process commits at "stage".
 
         Other workers are processes that answer one call at a time. They are polled, because a call that
         waited for the stage would block them.

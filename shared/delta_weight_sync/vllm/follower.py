@@ -163,7 +163,7 @@ class Follower:
         return True
 
     def _follow_newest(self) -> bool:
-        """Serve the newest version. False if it is too early to look for a version, or to retry it."""
+        """Serve the newest version. False if it is too early to look for a version, or to retry one."""
         try:
             taken = self._watcher.check(lambda newest: self._reach(newest, None))
         except errors.NoVersionError:
@@ -252,11 +252,11 @@ class Follower:
                 self._refusal = error
             raise
         for ref in manifest.anchor.weights:
-            (folder / ref.name).unlink()  # they are live now
+            (folder / ref.name).unlink()  # the weights are live now
         self._serve(manifest, fetch_s, *times, joined=True)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
-        """Start or restart vLLM if it cannot take the version as it runs; let it learn the places of tensors.
+        """Start or restart vLLM if this version needs that; let vLLM learn the places of the tensors.
 
         The wait between two starts of vLLM grows with each start, whatever caused the start.
         """
@@ -284,7 +284,7 @@ class Follower:
     # Note what `report` reports.
 
     def _note(self, state: str, error: str | None = None, line: str = "") -> None:
-        """Note the state, and log it if it changed; a `line` is also logged once a minute if it did not."""
+        """Note the state. Log it (or `line`, if given) when it changes; log a `line` also once a minute."""
         if state != self._state or (self._error and not error) or (line and time.time() >= self._next_line):
             _log.info("replica %s: %s", self._name, line or state)
             self._next_line = time.time() + _LINE_S

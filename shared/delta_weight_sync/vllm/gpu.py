@@ -274,7 +274,7 @@ def _tiles(table: memory.Table) -> tuple[memory.Rows, memory.Rows]:
     """The tiles that `digest_whole` hashes, and those that `digest` hashes: together all counted elements."""
     rows, tiles = table.rows, cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
     flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)
-    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # in both places
+    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # checkpoint, memory
     aligned = (rows[:, memory.FIRST] % TILE == 0) & (rows[:, memory.ADDRESS] % 16 == 0)
     whole = (flat & contiguous & aligned)[tiles[:, 0]] & (tiles[:, 2] == TILE)
     return tiles[whole], cut(tiles[~whole], PIECE)

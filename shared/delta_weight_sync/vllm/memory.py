@@ -111,7 +111,7 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 
 @kernel
 def _bounds(rows: Rows, found: Index, index: Index) -> None:
-    """Narrow each part's range of `index` to what its row can hold. `found`: as for `_find`."""
+    """Narrow the ranges of `index` in `found` (see `_find`) to the positions that their rows can hold."""
     for p in range(found.shape[1]):
         row, low, high = rows[found[0, p]], found[1, p], found[2, p]
         near, end = index[low:high], row[FIRST] + 1
@@ -124,10 +124,10 @@ def _bounds(rows: Rows, found: Index, index: Index) -> None:
 
 @kernel
 def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements, moved: Bits) -> None:
-    """Write the element number and the ulps of each change that a part holds.
+    """Write the element number and the ulps of each change that lies in one of several rows.
 
-    `found`, int64 [3, p], has for each part its row, and start and end of its range of `index` by `_bounds`.
-    Each end is replaced by the number of changes that were found.
+    `found`, int64 [3, p]: the numbers of these rows, and the starts and the ends of their ranges of `index`,
+    narrowed by `_bounds`. Each end is replaced by the number of changes that were found in its row.
     """
     at = 0
     for p in range(found.shape[1]):
@@ -183,7 +183,7 @@ class Changes(NamedTuple):
 
 
 def find(decoded: Iterable[Decoded], tables: Sequence[Table]) -> list[Changes]:
-    """Find the changes of a delta in each of several workers' tables. A table may lack tensors."""
+    """Find the changes of a delta in each of `tables`, one per worker. A table may lack tensors."""
 
     def find_in(table: Table, part: Decoded, number: Index) -> Changes:
         first, ends = table.starts[number], part.changes.cumsum()
@@ -243,7 +243,7 @@ class HostMemory:
         return int(self._digests[self._table.rows[:, COUNTED] == 1].sum())
 
     def recheck(self) -> None:
-        """Hash the next slice of the parameters again. If it differs, so does `known_digest` from now on."""
+        """Hash the next slice of the parameters again; `known_digest` then uses the new hashes."""
         part, before = slice(*self._cuts[self._turn : self._turn + 2]), self._writes
         found = _digest(self._table.rows[part], INNER)
         if before == self._writes and before % 2 == 0:

@@ -18,7 +18,7 @@ _log = logging.getLogger(NAME)
 
 
 def register() -> None:
-    """Patch this process of vLLM, which may call this more than once.
+    """Patch this process of vLLM. vLLM may call `register` more than once.
 
     Raises `CompatibilityError` if vLLM lacks what the plugin needs; exits if the run's settings are wrong.
     """

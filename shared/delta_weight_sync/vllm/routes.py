@@ -1,7 +1,7 @@
 """Routes: where each checkpoint tensor is in vLLM's parameters, learned from the model's own loader.
 
 vLLM fuses, splits, transposes and renames: `q_proj`, `k_proj` and `v_proj` become rows of one `qkv_proj`, and
-each tensor-parallel rank holds some of these rows. The model's `load_weights` knows how. So it runs once on
+each rank (tensor-parallel worker) holds some rows. The model's `load_weights` knows how. So it runs once on
 probes, and the copies that it would make are recorded. Probes are tensors without memory ("meta" tensors).
 A dispatch mode sees every operation of the loader's thread and records copies from a probe into the model's
 memory. If the loader writes something there that it computed from a probe, the probe's tensor has no route.

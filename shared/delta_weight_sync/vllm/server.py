@@ -1,4 +1,4 @@
-"""The `vllm.endpoint_plugins` entry point: runs the follower, with its routes, in vLLM's own API server.
+"""The `vllm.endpoint_plugins` entry point: runs the follower and its HTTP routes in vLLM's own API server.
 
     VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=hf://buckets/me/wordle#first vllm serve MODEL
 
@@ -7,8 +7,8 @@
     POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
     POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
 
-The last two lines exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs it, too. If a setting is
-wrong, vLLM ends with one sentence before it loads its engine. Later errors are in the status and in the log.
+The routes with a header exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs the key, too. If a
+setting is wrong, vLLM ends with one sentence before it loads its engine. Later errors are in status and log.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Settings(BaseModel):
 
     run: str  # hf://buckets/<owner>/<name>#<run>; without #<run> the only run of the bucket
     name: str = Field(default_factory=socket.gethostname)  # the replica's name on the dashboard
-    key: str = Field("", repr=False)  # for the routes that control the follower; empty: no such routes
+    key: str = Field("", repr=False)  # for the HTTP routes that control the follower; empty: no such routes
     public_key: str = ""  # refuse versions that this key did not sign; see `signing`
     signing_key: str = Field("", repr=False)  # must be empty, because it is the trainer's secret
     poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD
@@ -99,7 +99,7 @@ class Endpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the version headers, and if there is a run to follow, the routes."""
+        """Add the version headers, and if there is a run to follow, the HTTP routes."""
         from delta_weight_sync.vllm._version_headers import version_headers  # imports vLLM
 
         app.add_middleware(

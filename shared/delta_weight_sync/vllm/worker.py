@@ -15,9 +15,9 @@ any worker is undone bit for bit on all of them. `waited_s` is how long a commit
 under way; it is not part of `commit_s`, or of the pause that `_step_commit` measures. `live_at` is the unix
 time of this host at which all workers had written.
 
-A commit reads back what it wrote through routes. To notice other code that writes to the live parameters, a
+A commit reads back what it wrote in place. To notice other code that writes to the live parameters, a
 worker hashes them again: on a GPU all of them at each stage, on a CPU slice by slice, all within `RECHECK_S`.
-If a hash differs, a stage is refused, and the follower repairs the weights by a join.
+If a hash differs, the next stage is refused, and the follower repairs the weights by a join.
 
 A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
 patch such a tensor in place. So a commit that changes one of them loads all of them by vLLM's own loader,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT = timedelta(seconds=120)
 RECHECK_S = 60.0  # time in which all parameters on a CPU are hashed again
-_MANY = 1 << 20  # changes that several workers decode together
+_MANY = 1 << 20  # from this number of changes on, several workers decode a delta together
 _BATCH = 1 << 25  # elements compared with a checkpoint at a time; a batch may hold up to twice this
 _log = logging.getLogger("delta_weight_sync")
 
@@ -95,7 +95,7 @@ class Ranks:
         return everyone
 
     def swap(self, found: Sequence[Changes]) -> Changes:
-        """Give each worker in `near` its changes; returns those that they gave this one."""
+        """Send `found[i]` to the i-th worker in `near`. Returns all changes that they sent to this worker."""
         sizes = self.gather([(c.rows.size, c.element.size) for c in found], near=True)
         coming = [sent[self.place] for sent in sizes]
         columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)  # sizes of rows, then of changes
@@ -130,7 +130,7 @@ class Ranks:
 class Fallback:
     """The host's copy of all tensors without a route; the same on every rank.
 
-    `bits`: checkpoint name -> the current tensor, in its own shape. Only a staged `Step` changes it.
+    `bits`: checkpoint name -> the current tensor, in its own shape. Only a staged `Step` changes `bits`.
     """
 
     def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
@@ -169,7 +169,7 @@ class Fallback:
         return 0, 0.0
 
     def _load(self) -> None:
-        """Load all tensors in one call, because a loader may combine several. It may change what it gets."""
+        """Load copies of all tensors in one call: a loader may combine several, and change what it gets."""
         tensors = ((name, torch.from_numpy(bits.copy())) for name, bits in self.bits.items())
         with torch.no_grad():
             self._model.load_weights((name, bits.view(torch.bfloat16)) for name, bits in tensors)  # type: ignore[operator]
@@ -337,7 +337,7 @@ class DeltaWorker:
         self._rechecks: Thread | None = None
 
     def warm(self) -> Answer:
-        """Begin to compile the kernels while vLLM generates; otherwise `learn` would, while vLLM waits."""
+        """Begin to compile the kernels while vLLM generates; `learn` would compile them while vLLM waits."""
         return self._begin("warm", partial(warm_up, next(self._model.parameters()).device))
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
@@ -385,7 +385,7 @@ class DeltaWorker:
 
     @torch.no_grad()
     def commit(self, digest: str, label: str) -> Answer:
-        """Write the staged changes if they lead to `digest`. Only `_step_commit` uses `label`."""
+        """Write the staged changes if they lead to `digest`. `label` is for `_step_commit`, unused here."""
         started = time.perf_counter()
         staged, self._staged = self._staged, Staged()
         if to_hex(staged.digest) != digest:
