@@ -93,7 +93,7 @@ class Closed(BaseModel):
 
 
 class Words(BaseModel):
-    """All possible secrets, which of them are held out, the letters of a word and the guesses of a game."""
+    """All possible secrets, which of them are held out, the length of a word, and the guesses per game."""
 
     answers: tuple[str, ...]
     held_out: tuple[str, ...]

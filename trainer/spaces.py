@@ -178,7 +178,7 @@ def _check_key(url: str, kind: Kind) -> None:
     try:
         status = request(url, method, path, kind, json={}).status_code
     except httpx.TransportError:
-        return  # the next request reports it
+        return  # the next request reports the failure
     if status not in (401, 403):
         return
     if _own_origin(url):

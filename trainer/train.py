@@ -44,8 +44,8 @@ _HEAD_START_S = 0.05
 def main() -> None:
     """Parse the command line and train. Expected errors print one sentence instead of a traceback."""
     logging.basicConfig(format="%(name)s: %(message)s")
-    # The publisher's thread shares the interpreter with the training. With Python's usual 5 ms, each of its
-    # many short calls could wait that long.
+    # The publisher's thread shares the interpreter with the training. With Python's usual switch interval of
+    # 5 ms, each of that thread's many short calls could wait that long.
     sys.setswitchinterval(0.0005)
     settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config()
     if config.use_cpu and not (
@@ -119,7 +119,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             with peers.fail_together():
                 spaces.wait()  # until a replica serves a version
             gc.collect()
-            gc.freeze()  # without it, each look for garbage goes through all imports, for a fifth of a second
+            gc.freeze()  # without it, each garbage collection scans all imports, for a fifth of a second
             trainer.begin()  # each sync calls `Publisher.publish`
 
         if stop.signal:

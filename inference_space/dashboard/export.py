@@ -35,7 +35,7 @@ MAX_COPY = 100_000_000  # bytes of a run that are exported for the replica in a 
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     """Write `run`, or the run created last, to `folder`, and return the path of the page.
 
-    Its folder `watch` holds the replica for browsers. Unless the bucket is public on the Hub, `watch` also
+    The subfolder `watch` holds the replica for browsers. Unless the bucket is public on the Hub, `watch` also
     holds a copy of the run's weights. There is no `watch` without `web/` or if the copy exceeds `MAX_COPY`.
 
     Raises `ProtocolError` if the run has no version.
@@ -60,7 +60,7 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
 
 
 def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
-    """Write the page of `web/`, and the run if browsers cannot read the bucket. False: it is too large."""
+    """Write the page of `web/`, and the run if browsers cannot read the bucket. False: run too large."""
     shutil.rmtree(folder, ignore_errors=True)
     keys, place, copied = Keys(run), bucket.url, []
     if not _is_public(bucket.url):

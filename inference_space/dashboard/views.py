@@ -53,7 +53,7 @@ class OpenedDelta:
 
 
 def open_delta(paths: Iterable[Path]) -> OpenedDelta:
-    """Read a delta, or its parts. How far weights moved is decoded if all are small and need no old weights.
+    """Read a delta from its parts. Decode the distances if all parts are small and need no old weights.
 
     Raises `CodecError` if a file is not a delta, or lists too many tensors.
     """

@@ -1,6 +1,6 @@
 """Checks everything that a deployment and a trainer need, and names the fix for each problem.
 
-The checks also work before the first `up`: what `up` will make may be missing.
+The checks also work before the first `up`: nothing that `up` makes has to exist yet.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The secrets of a deployment: local files that hold them, and fingerprints that show what a Space has.
+"""The secrets of a deployment: local files with them, and fingerprints that show which values a Space has.
 
 The Hub never shows the value of a secret again. So each secret gets a fingerprint as its description: an HMAC
 of the value under the SPACE_KEY. The Hub replaces a description together with the value, and shows

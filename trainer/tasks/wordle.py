@@ -41,8 +41,8 @@ class WordleEnv:
     """Plays one game at a time over HTTP. All members of a GRPO group get the row's seed, so the same secret.
 
     A request whose answer was lost is repeated. It has no second effect on the server, because the client
-    chooses the session's id and numbers the turns. The first guess opens the session, not `reset`: TRL awaits
-    each `reset` before it starts the next, but guesses run in parallel.
+    chooses the session's id and numbers the turns. The first guess, not `reset`, opens the session: TRL
+    awaits each `reset` before it starts the next, but guesses run in parallel.
     """
 
     def __init__(self, url: str) -> None:
