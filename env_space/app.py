@@ -287,8 +287,8 @@ def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve with the settings in the environment. If one is missing or wrong, a Space on the Hub says so on
-    its page; elsewhere the program exits."""
+    """Serve with the settings in the environment. If a setting is missing or wrong, a Space on the Hub says
+    so on its page; elsewhere the program exits."""
     log_as_json(per_minute=600)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO would name the replica at every move
     try:

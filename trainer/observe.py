@@ -121,7 +121,7 @@ class ReplicaWatch:
 
     def __init__(self, fleet: Fleet, log: RunLogWriter) -> None:
         self._fleet, self._log = fleet, log
-        self._after = defaultdict[str, int](lambda: -1)  # newest version whose commit is logged, by URL
+        self._after = defaultdict[str, int](lambda: -1)  # by URL: the newest version with a logged commit
         self._last: dict[str, ReplicaEvent] = {}
         self._http = httpx.Client(timeout=5.0)
         self._closed = threading.Event()

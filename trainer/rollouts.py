@@ -236,7 +236,7 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Accept the earlier trainer's syncs up to number `sync`: until then, both had the same weights."""
+        """Accept the earlier trainer's syncs up to `sync`: until then, both trainers had the same weights."""
         self._model_version_value.inherited = sync
 
 

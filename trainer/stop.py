@@ -76,7 +76,7 @@ class Stop(TrainerCallback):
             found = shared.tolist()
         self.out_of_time = bool(found[1])
         if found[0]:
-            if not self.signal:  # another rank received it
+            if not self.signal:  # another rank received the signal
                 self._note(found[0])
             signal.setitimer(signal.ITIMER_REAL, self.left_s)
         if any(found):

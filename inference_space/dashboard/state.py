@@ -53,8 +53,8 @@ class Replica:
     """One replica. Do not trust the texts in its status: they come from outside."""
 
     status: ReplicaEvent
-    lag_s: float | None = None  # of its last commit: from the trainer's hand-over
-    versions: Series = ()  # (unix seconds, version): each change; in a `Progress`, within the staircase
+    lag_s: float | None = None  # of its last commit: seconds since the trainer's hand-over
+    versions: Series = ()  # (unix seconds, version): each change; in a `Progress`, only those in the chart
     lags: Series = ()  # (version, seconds); only in a `Progress`
 
     def report(self, status: ReplicaEvent, t: float) -> "Replica":
@@ -86,7 +86,7 @@ class Progress:
     step_s: float | None = None  # median time between two versions
     replicas: tuple[Replica, ...] = ()
     syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...] = ()  # newest first, with the slowest commit
-    trainer: Series = ()  # (unix seconds, version), the window of the staircase
+    trainer: Series = ()  # (unix seconds, version), in the chart of versions over time
     curves: dict[str, Series] = field(default_factory=dict)  # by the names in `_CURVES`
     reward_steps: int = 0  # how many steps each of the next two means covers
     reward_first: float | None = None  # mean of the first steps
@@ -103,7 +103,7 @@ class Progress:
 
 
 class Start(NamedTuple):
-    """How far a run is that has made no step yet. Times are unix seconds; None: not yet."""
+    """How far a run has come that has made no step yet. Times are unix seconds; None: not yet."""
 
     published_t: float | None  # version 0
     served_t: float | None
@@ -217,7 +217,7 @@ class RunState:
         )
 
     def start(self, own: ReplicaEvent | None = None) -> Start | None:
-        """Return how far the run's start is, None after its first step."""
+        """Return how far a run that starts has come; None after its first step."""
         if self.seen.version > 0 or self._lately:
             return None
         known = {name: replica.status for name, replica in self._replicas.items()}

@@ -20,7 +20,7 @@ from delta_weight_sync.util import size_text
 from inference_space.dashboard.html import render_template
 from inference_space.dashboard.state import Progress
 
-FAR = 5  # units of the last place (ULPs); larger moves are counted as this
+FAR = 5  # units of the last place (ULPs); larger moves count as this number
 # Anyone may send a delta, and the model's size is unknown here.
 MAX_TABLE = 4 << 20  # bytes of a header that is read: some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture

@@ -1,4 +1,4 @@
-"""Limits on connections, capacity and log lines that clients may use, and a server that ends when stopped.
+"""Limits on connections, capacity and log lines that clients may use, and a server that always ends.
 
 A trainer is known by the key, a visitor by the network address. Visitors, even all together, cannot take the
 capacity that a trainer needs. uvicorn cannot limit connections in this way: it waits without limit for a

@@ -100,7 +100,7 @@ class RateLimit:
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
     def spend(self, client: str, cost: float) -> float:
-        """Charge a client `cost` (at most `burst`). If it cannot pay, returns the seconds to wait."""
+        """Charge a client `cost` (at most `burst`). Returns 0, or if it cannot pay, the seconds to wait."""
         now = self._clock()
         until = max(now, self._paid_until.get(client, now)) + cost / self._per_second
         if until > now + self._ahead_s:

@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=float, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    files = "folder for the run's files; an earlier demo's are deleted; smollm2's checkpoint goes next to it"
+    files = "folder for all files; deletes those of an earlier demo; smollm2's checkpoint goes next to it"
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < math.inf:
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
-    """Run the demo in `folder`, which must be empty or of an earlier demo. Raises `ChildError`."""
+    """Run the demo in `folder`, which must be new, empty or an earlier demo's. Raises `ChildError`."""
     if problem := gpu_build.problem():
         raise ChildError(problem)
     mark = folder / ".demo"

@@ -38,7 +38,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
     def start(
         self, name: str, arguments: list[str], env: Mapping[str, str], *, may_end: bool = False, nice: int = 0
     ) -> None:
-        """Run `python -m <arguments>` with these variables and this process's own. `may_end`: the child may
+        """Run `python -m <arguments>`, with `env` added to this process's variables. `may_end`: the child may
         end before the block does. `nice`: how far to lower its priority."""
         self._may_end |= {name} if may_end else set()
         with self.log(name).open("wb") as log, _signals_delayed():

@@ -40,7 +40,7 @@ TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface
 PLAN = "Docker Spaces need PRO, Team or Enterprise"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
-_ERROR_LIMIT_S = 60.0  # wait this long for an error to go away: it may be from before the last change
+_ERROR_LIMIT_S = 60.0  # how long an error may last: it may be from before the last change
 _LOG_LINES = 15
 
 
@@ -60,7 +60,7 @@ def connect() -> HfApi:
 
 @contextmanager
 def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
-    """Turn the client's error into a `DeployError` that says `what` failed. `variable` holds the token."""
+    """Turn the client's error into a `DeployError` about `what`. `variable` is the one with the token."""
     try:
         yield
     except LocalTokenNotFoundError:
