@@ -94,7 +94,7 @@ class Gate:
     key: str  # opens the keyed routes; if it is empty, they are open to everyone who can reach this machine
     lanes: Mapping[str, Lane]  # the limits by the names in `Route.lane`; a lane that is missing has no limit
     readers: "Mapping[str, Completions | DashboardCalls]"  # check bodies, by the names in `Route.body`
-    open_inference: bool = False  # no route needs the key; capacity is still reserved for it
+    open_inference: bool = False  # no route needs the key; clients with it keep their reserve
     rate: RateLimit = field(default_factory=lambda: RateLimit(*RATE))
     arriving: Lane = field(default_factory=lambda: Lane(ARRIVING))
 

@@ -47,7 +47,7 @@ class PastPolicy:
         self.written = 0  # number of weights that all calls of `roll` wrote
 
     def begin(self, policy: torch.nn.Module, log: UndoLog) -> None:
-        """Copy the weights of `policy`: those of the only sync in `log`, which was just published."""
+        """Copy the weights of `policy`, which were just published as the only sync in `log`."""
         for name, weights in live_weights(policy):
             self._weights[name].copy_(weights.detach().to(torch.bfloat16))
         self.log, (self.sync,) = log, log.syncs

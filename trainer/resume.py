@@ -103,7 +103,7 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Save the state of the last sync if it is not saved yet; if `final`, even soon after another."""
+        """Save the last sync's state if it is not saved yet; if `final`, even soon after another state."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}

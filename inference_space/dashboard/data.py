@@ -154,7 +154,7 @@ class RunCache:
         self._learn_digests(RunReader(self._bucket, info.run), own)
 
     def _find(self) -> RunInfo | None:
-        """Return the description of the run to show; it is read again only if it changed."""
+        """Return the description of the run to show, read again only if the object changed."""
         name = self._run or (self._info.run if self._info else None)
         found = self._bucket.stat(Keys(name).info) if name else None
         known = self._infos(found) if found else None

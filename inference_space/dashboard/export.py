@@ -75,7 +75,7 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
     unneeded = shutil.ignore_patterns("run", "test", "node_modules", "package*.json", "tsconfig.json")
     shutil.copytree(WEB, folder, ignore=unneeded)
     for one in copied:
-        with suppress(ObjectMissingError):  # a live run may delete it in the meantime
+        with suppress(ObjectMissingError):  # a live run may delete the object meanwhile
             bucket.fetch(one.key, folder / "run" / one.key, MAX_COPY)
     if copied:  # the browser reads this list, because many file servers do not list folders
         (folder / "run" / "keys.json").write_text(json.dumps([one.key for one in copied]))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # the dashboard also runs without a replica
 # Gradio writes the request's host name into its page. `prerendered` asks under this name, and replaces it by
 # `location.origin`.
 _NAME = "dashboard.invalid"
-_SESSIONS = 512  # open pages whose revision is remembered; for a forgotten one, the run is sent again
+_SESSIONS = 512  # open pages whose revision is remembered; to a forgotten page, the run is sent again
 
 # Set by the Hub in a Space whose README says `hf_oauth: true`; Gradio reads all four.
 _LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
@@ -162,7 +162,7 @@ def build(view: Callable[[], data.RunView], controls: Controls | None, owner: Ow
         gr.on(events, tick, seen, [page, seen], show_progress="hidden")
     for event in blocks.fns.values():
         event.queue = False  # each call is short, and a queue would be one more route to guard
-        event.api_visibility = "private"  # otherwise the page documents it as an API, with the server's name
+        event.api_visibility = "private"  # otherwise the page documents an API, with the server's name
     return blocks
 
 

@@ -1,4 +1,4 @@
-"""Checks the key, body and rate of a request, and builds the answers that refuse one."""
+"""Checks the key, body and rate of a request, and builds the answers to refused requests."""
 
 import asyncio
 import hmac

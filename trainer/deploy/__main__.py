@@ -21,7 +21,7 @@ _CONFIG = CHECKOUT / "trainer" / "configs" / "qwen3_0_6b.yaml"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command. An error ends it with one sentence and exit status 1."""
+    """Run one command. After an error, print one sentence and exit with status 1."""
     arguments = _parser().parse_args(argv)
     try:
         arguments.run_command(connect(), arguments)

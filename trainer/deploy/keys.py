@@ -72,7 +72,7 @@ def read_signing_keys(owner: str, name: str) -> tuple[str, str] | None:
 
 
 def _variables(file: Path) -> dict[str, str]:
-    """Read the variables that a shell file sets, and make it readable only for this user."""
+    """Read the variables that a shell file sets, and make the file readable only for this user."""
     file.chmod(0o600)
     pairs = [line.strip().partition("=") for line in file.read_text().splitlines()]
     return {variable: value for variable, _, value in pairs}
