@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=float, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    files = "folder for all files; deletes those of an earlier demo; smollm2's checkpoint goes next to it"
+    files = "folder for the run; deletes an earlier demo there; smollm2's checkpoint goes next to the folder"
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < math.inf:
