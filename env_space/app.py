@@ -93,7 +93,7 @@ class Closed(BaseModel):
 
 
 class Words(BaseModel):
-    """All possible secrets, which of them are held out, the letters of a word and the guesses of a game."""
+    """All possible secrets, which of them are held out, the length of a word, and the guesses per game."""
 
     answers: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -179,7 +179,7 @@ def _guard(app: ASGIApp, key: str) -> ASGIApp:
 def _add_games(
     app: FastAPI, sessions: Sessions, rules: Rules, seconds: prometheus.Histogram, at: str, via: str
 ) -> None:
-    """Add the routes of games. No handler awaits after it read its request, so the store needs no locks."""
+    """Add the routes of games. No handler awaits after reading the request, so the store needs no locks."""
     games, settings = APIRouter(prefix=at, include_in_schema=via == "http"), rules.settings
 
     @games.post("", status_code=201, responses=refusals(400, 401, 409, 413, 422, 503))
@@ -271,7 +271,7 @@ def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
     return {
         "http": limited_http(LIMITS, visitors, key),
         "limit_concurrency": connections,
-        # Shorter than the visitors' limit, so that clients in the backlog cannot evict one that was accepted.
+        # Shorter than the visitors' limit, so that clients in the backlog cannot evict accepted ones.
         "backlog": visitors // 2,
         "forwarded_allow_ips": PROXIES,
         "headers": [("Content-Security-Policy", FRAMING), ("Referrer-Policy", "no-referrer"), *SAFE_HEADERS],
@@ -287,8 +287,8 @@ def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve with the settings in the environment. If one is missing or wrong, a Space on the Hub says so on
-    its page; elsewhere the program exits."""
+    """Serve with the settings in the environment. If a setting is missing or wrong, a Space on the Hub says
+    so on its page; elsewhere the program exits."""
     log_as_json(per_minute=600)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO would name the replica at every move
     try:

@@ -1,6 +1,6 @@
 """OpenEnv's protocol: a WebSocket at `/ws` with one game at a time, and the HTTP routes of OpenEnv's tools.
 
-It is implemented here because the `openenv` package installs a hundred other packages. The texts are those
+The protocol is implemented here, because the `openenv` package installs a hundred others. The texts are those
 that clients of OpenEnv's public Wordle environment understand: a guess is in square brackets, the marks are
 the letters G, Y and X on a line below "Feedback:", and "You attempted an invalid move" costs a turn.
 """
@@ -230,7 +230,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogra
                     oldest = next(iter(idle))
                     del idle[oldest]
                     busy = "Too many connections wait without a game: connect again and send a reset."
-                    with suppress(WebSocketDisconnect, WebSocketDisconnected):  # it is closing already
+                    with suppress(WebSocketDisconnect, WebSocketDisconnected):  # `oldest` is closing already
                         await oldest.close(1013, busy)
                 async with asyncio.timeout(sessions.ttl_s):
                     message = await socket.receive()

@@ -80,7 +80,7 @@ class Sessions:
         return len(self._playing)
 
     def open(self, id: UUID, origin: Origin, game: Game, client: str = "") -> Session:
-        """Put `game` in play under `id`. If the same request did that before, return its session.
+        """Put `game` in play under `id`. If the same request was sent before, return its session.
 
         Raises GameError: 409 if `id` belongs to another origin or to a game that ended, 503 if the store is
         full, 429 if this `client` has too many games.
@@ -105,10 +105,10 @@ class Sessions:
         return session
 
     def play(self, id: UUID, turn: int, word: str) -> Move:
-        """Play `word` in turn number `turn`. If that was done before, return the same result.
+        """Play `word` in turn number `turn`. If the same move was played before, return the same result.
 
-        Raises GameError if the turn has another word, if a turn before it is missing, if the game is over, or
-        for an unknown or expired session.
+        Raises GameError if the turn was played with another word, if an earlier turn is missing, if the game
+        is over, or for an unknown or expired session.
         """
         session = self._find(id)
         if session.expired:

@@ -21,7 +21,7 @@ class Settings(SpaceSettings):
     replica_prompt: str = Field("Play Wordle.", min_length=1)  # the prompt from the policy's training
     replica_key: HeaderText = Field("", repr=False)  # the key of the replica
     key: HeaderText = Field("", repr=False)  # the key that the API asks for; empty: the API is open
-    open: bool = False  # the API is open although there is a key
+    open: bool = False  # the API is open, even if there is a key
     host: str = Field("0.0.0.0", min_length=1)  # address to listen on
     port: int = Field(8000, ge=1, le=65535)
 

@@ -114,7 +114,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
 
     async def events(session: Session) -> AsyncIterator[str]:
         yield _event("opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=settings.length)
-        url = settings.replica_url or ""  # `open_session` refuses a request without one
+        url = settings.replica_url or ""  # without a URL, `open_session` refuses the request
         headers = replica_headers(url, settings.replica_key)
         try:
             async with httpx.AsyncClient(

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/own_loop.py trainer/policies/wordle-tiny file:///tmp/bucket#own
 
 The first argument is a model of the Hub or, as here, the folder of a checkpoint. In several processes the
-parameters are sharded. Every rank makes the same calls, and the first one writes. End it at any moment and
-start it again: it resumes as if nothing had happened.
+parameters are sharded: every rank makes the same calls, and publishes its own tensors. Stop the script at
+any moment and start it again: it resumes as if nothing had happened.
 """
 
 import os

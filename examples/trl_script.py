@@ -25,7 +25,7 @@ def shorter(completions: list[list[dict[str, str]]], **_: object) -> list[float]
 
 
 def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
-    """Train for a few steps; the weights of each are in the bucket, and soon in vLLM."""
+    """Train for a few steps; after each, the changed weights go to the bucket, and from there to vLLM."""
     args = AsyncGRPOConfig(
         output_dir="trl_script",
         vllm_server_base_url=vllm,

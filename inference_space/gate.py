@@ -94,7 +94,7 @@ class Gate:
     key: str  # opens the keyed routes; if it is empty, they are open to everyone who can reach this machine
     lanes: Mapping[str, Lane]  # the limits by the names in `Route.lane`; a lane that is missing has no limit
     readers: "Mapping[str, Completions | DashboardCalls]"  # check bodies, by the names in `Route.body`
-    open_inference: bool = False  # keyed routes need no key; capacity is still reserved for those with it
+    open_inference: bool = False  # no route needs the key; clients with it keep their reserve
     rate: RateLimit = field(default_factory=lambda: RateLimit(*RATE))
     arriving: Lane = field(default_factory=lambda: Lane(ARRIVING))
 
@@ -182,7 +182,7 @@ BYTES_PER_TOKEN = 16  # in a body, per token of context: a token id takes 8, an 
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together
-# From these fields, vLLM makes a grammar. It never stops to compile one, even if the client hangs up.
+# vLLM makes a grammar from these fields. It goes on compiling a grammar even if the client hangs up.
 GRAMMARS = "structured_outputs", "response_format"
 MAX_ENTRIES = 1024  # of any list, except the inputs
 INPUTS = "prompt", "messages"

@@ -34,7 +34,7 @@ class Settings(SpaceSettings):
     # For inference, pokes and the owner's controls. If empty, the first two are open; controls need a login.
     key: HeaderText = Field("", repr=False)
     open_inference: bool = False  # inference and pokes need no key
-    max_requests: int | None = Field(None, ge=1)  # concurrent inference requests; None: 4 * max_num_seqs
+    max_requests: int | None = Field(None, ge=1)  # concurrent completions; None: 4 * max_num_seqs
     request_s: float = Field(900.0, gt=0)  # seconds that an inference request may take
     folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas
 

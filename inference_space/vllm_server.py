@@ -40,7 +40,7 @@ _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a fixed size, vLLM 
 # On some GPUs, the kernels that vLLM prefers reorder the experts of a mixture, and deltas would not fit.
 _ON_GPU = ["--moe-backend", "triton"]
 # A chat template is a program: anyone with write access to the bucket could make it loop forever. Without a
-# public key, this one replaces it. It renders only the test messages that vLLM sends itself when it starts.
+# public key, this template replaces it. It renders only the test messages that vLLM sends itself at start.
 _UNSIGNED_TEMPLATE = Path(__file__).with_name("unsigned.jinja")
 _ENVIRONMENT = {
     "VLLM_PLUGINS": "delta_weight_sync",
@@ -106,7 +106,7 @@ class VllmServer(Engine):
             raise EngineError(f"vLLM did not start: {error}; see the log above for the reason") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))
         gc.collect()
-        gc.freeze()  # without it, each look for garbage goes through all imports, for half a second
+        gc.freeze()  # without it, each garbage collection scans all imports, for half a second
 
     def stop(self) -> None:
         """Stop vLLM, even if it is still starting."""

@@ -47,13 +47,13 @@ class PastPolicy:
         self.written = 0  # number of weights that all calls of `roll` wrote
 
     def begin(self, policy: torch.nn.Module, log: UndoLog) -> None:
-        """Copy the weights of `policy`: those of the only sync in `log`, which was just published."""
+        """Copy the weights of `policy`, which were just published as the only sync in `log`."""
         for name, weights in live_weights(policy):
             self._weights[name].copy_(weights.detach().to(torch.bfloat16))
         self.log, (self.sync,) = log, log.syncs
 
     def keep_up(self) -> None:
-        """Move off the log's oldest sync: the next publish may drop it, and `roll` could not start there."""
+        """Leave the log's oldest sync: a publish may drop it, and `roll` starts at logged syncs only."""
         if self.log.syncs[0] == self.sync != self.log.syncs[-1]:
             self.roll(self.log.syncs[1])
 
@@ -109,8 +109,8 @@ def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
 class ExactSamples(TrainerCallback):
     """Wraps TRL's queue of samples, and makes their old log-probabilities exact when they are taken.
 
-    It computes all waiting samples together, at most a batch. If the weights of one of a sample's tokens are
-    unknown or no longer in the log, the sample stays as it is, and is counted.
+    `get` handles all waiting samples together, at most a batch. If the log lacks the weights of any of a
+    sample's trained tokens, the sample keeps the engine's log-probabilities, and is counted.
     """
 
     def __init__(self, samples: Any, past: PastPolicy, trainer: Any, publisher: Publisher) -> None:
@@ -170,8 +170,8 @@ class ExactSamples(TrainerCallback):
     def _compare(self, samples: Sequence[TracedSample], engine: Sequence[LogProbs]) -> None:
         """Record how the engine's log-probabilities differ from the trainer's.
 
-        `exact/mismatch_*` are of tokens for which both used the same weights only; `exact/mixed_mean` is of
-        tokens that the engine generated with keys and values of older weights.
+        `exact/mismatch_*` cover tokens whose keys and values in the engine are all of one version;
+        `exact/mixed_mean` covers tokens that the engine generated with keys and values of older weights.
         """
         if not samples:
             return
@@ -188,12 +188,12 @@ class ExactSamples(TrainerCallback):
             self._record("exact/mixed_mean", (np.abs(mixed).sum(), mixed.size))
 
     def _record(self, name: str, value: float | tuple[float, int]) -> None:
-        """At each log, TRL adds `*_total`, keeps the largest `*_max`, and averages (sum, count) pairs."""
+        """When TRL logs, it adds up `*_total`, keeps the largest `*_max`, and averages (sum, count) pairs."""
         self._trainer._metrics["train"][name].append(value)
 
 
 def trained(sample: TracedSample) -> Mask:
-    """Which tokens are trained on. The first is not, because nothing predicts it."""
+    """Which tokens are trained on. The sample's first token is not, because no token predicts it."""
     mask: Mask = sample.completion_mask == 1
     return mask & (np.arange(len(mask)) > 0)
 

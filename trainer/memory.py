@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_TILE = 4096, 32768  # tokens and vocabulary entries whose logits TRL computes at a time, at most
+_TILE = 4096, 32768  # at most this many tokens and vocabulary entries are in TRL's logits at a time
 _ADAMW = "adamw_torch_fused", "adamw_torch"  # other optimizers count as if they had no moments
 ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact
 
@@ -33,7 +33,7 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
         "weights": size * count,
         "gradient": size * count,
         "moments": 2 * size * count * (options.get("optim", _ADAMW[0]) in _ADAMW),
-        # Of its own tensors, and of its blocks of other ranks' tensors.
+        # A rank mirrors its own tensors, and its blocks of other ranks' tensors.
         "mirror": 2 * count * (2 - 1 / shards) * (options.get("mirror") == "device"),
         "old policy": size * count * bool(options.get("exact_old_policy")),
         "autocast": 2 * count * (bf16 and size == 4),

@@ -28,7 +28,7 @@ _RATES = 2  # metrics that `StepRecorder` adds
 
 
 class StepRecorder(TrainerCallback):
-    """Copies TRL's metrics into the log and, every few seconds, a group of rollouts, also before step 1.
+    """Writes TRL's metrics into the log and, every few seconds (also before step 1), a group of rollouts.
 
     It takes the place of TRL's queue of samples, to see the groups and to count the games.
     """
@@ -121,7 +121,7 @@ class ReplicaWatch:
 
     def __init__(self, fleet: Fleet, log: RunLogWriter) -> None:
         self._fleet, self._log = fleet, log
-        self._after = defaultdict[str, int](lambda: -1)  # newest version whose commit is logged, by URL
+        self._after = defaultdict[str, int](lambda: -1)  # by URL: the newest version with a logged commit
         self._last: dict[str, ReplicaEvent] = {}
         self._http = httpx.Client(timeout=5.0)
         self._closed = threading.Event()
@@ -176,7 +176,7 @@ class ReplicaWatch:
 
 
 class Pokes:
-    """Notifies replicas of a new version. Each has its own thread here, so that none delays another.
+    """Notifies replicas of a new version. Each replica has its own thread here, so no replica delays another.
 
     Failures are ignored, because a replica that misses a poke finds the version at its next poll.
     """

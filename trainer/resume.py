@@ -1,8 +1,8 @@
 """Resumes a run from the newest state in its bucket, and saves states there.
 
 Both classes are callbacks of TRL's trainer. One of TRL's own callbacks publishes the weights when training
-begins. `Restore` must run before that callback, so the trainer is made with it; `SaveState` must run after
-it, so it is added later.
+begins. `Restore` must run before that callback, so the trainer is built with `Restore`. `SaveState` must
+run after that callback, so `train` adds it later.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class SaveState(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.groups.trained(args.gradient_accumulation_steps)
         self._synced, self._in_step = state.global_step % args.weight_sync_steps == 0, False
-        self._syncs += self._synced  # TRL has made a sync after this step
+        self._syncs += self._synced  # if TRL has made a sync after this step
         if self._syncs >= self._every:
             self._save()
 
@@ -103,7 +103,7 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Save the state of the last sync if it is not saved yet; if `final`, even soon after the last."""
+        """Save the last sync's state if it is not saved yet; if `final`, even soon after another state."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}

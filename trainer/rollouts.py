@@ -1,6 +1,6 @@
 """Collects rollouts from several replicas and records which sync's weights generated each token.
 
-This adapts TRL's rollout worker: it chooses a replica for each game, goes on elsewhere if that replica fails,
+This adapts TRL's rollout worker: it chooses a replica for each game, changes to another if that one fails,
 and labels each sample with the syncs that the replicas report.
 """
 
@@ -40,7 +40,7 @@ UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sy
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
 _MIN_SYNC = "X-Policy-Min-Sync"  # a replica with older weights refuses the request
-_REST_S = 2.0  # in which a replica that failed gets no request
+_REST_S = 2.0  # seconds in which a replica that failed gets no request
 _CONNECT_S = 20.0
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
@@ -97,8 +97,8 @@ class Conversation:
     def add_turn(
         self, prompt_ids: list[int], output_ids: list[int], headers: Mapping[str, str], own: bool, last: int
     ) -> None:
-        """Record an answer and the syncs that its headers name. If these syncs are not this trainer's `own`,
-        but an earlier one's, they count only up to `last`: until then, both had the same weights."""
+        """Record an answer and the syncs that its headers name. If an earlier trainer made them (not `own`),
+        only syncs up to `last` count: until then, both trainers had the same weights."""
         oldest = int(headers.get("x-policy-sync", 0))
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
         syncs = np.full(len(output_ids), UNKNOWN)
@@ -120,7 +120,7 @@ _conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("co
 
 class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     """TRL's loop in its child process. A sample's `model_version` is the sync of the oldest weights that
-    generated a token of its conversation. TRL would use the trainer's sync when the sample's group began."""
+    generated a token of its conversation. TRL itself uses the newest sync when the sample's group begins."""
 
     _env_tools: dict[str, Any]
 
@@ -140,7 +140,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         self._prompts, self._later = (progress.prompts, progress.later) if progress else (0, ())
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # rollout id -> rows, until it is scored
         super().__init__(**kwargs)
-        # TRL would do this in each turn, which takes longer than a request.
+        # Convert tools and template once. TRL would do so in each turn, which takes longer than a request.
         if self.environment_factories is not None:
             self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
         if template := getattr(self.tokenizer, "response_template", None):
@@ -236,7 +236,7 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Accept the earlier trainer's syncs up to number `sync`: until then, both had the same weights."""
+        """Accept the earlier trainer's syncs up to `sync`: until then, both trainers had the same weights."""
         self._model_version_value.inherited = sync
 
 
@@ -264,7 +264,7 @@ def make_worker(
         writer_term=writer_term,
         max_staleness=config.max_staleness,
         progress=progress,
-        # A trainer on a CPU shares its cores with rollouts. They can wait, but a sync should not.
+        # A trainer on a CPU shares its cores with rollouts. Rollouts can wait, but a sync should not.
         nice=10 if config.use_cpu else 0,
         model_name=MODEL_NAME,
         dataset=task.dataset,

@@ -85,7 +85,7 @@ class Fleet:
 
 
 def expand(entries: Iterable[str]) -> list[str]:
-    """The URLs among the entries, and those that files list whose paths are among the entries."""
+    """The URLs among the entries, and the URLs in the files that the other entries name."""
     return " ".join(entry if "://" in entry else Path(entry).read_text() for entry in entries).split()
 
 
@@ -178,7 +178,7 @@ def _check_key(url: str, kind: Kind) -> None:
     try:
         status = request(url, method, path, kind, json={}).status_code
     except httpx.TransportError:
-        return  # the next request reports it
+        return  # the next request reports the failure
     if status not in (401, 403):
         return
     if _own_origin(url):
@@ -208,7 +208,7 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
     if status in (401, 403):
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
     # The Hub says that a private Space does not exist if the token may not see it. While a Space starts, the
-    # Hub answers with an HTML page and one of the other statuses.
+    # Hub answers with an HTML page, and with a status that the next condition lets pass.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         fix = f"give the Space's own URL with {_OPTION[kind]}, such as https://<owner>-<name>.hf.space"

@@ -1,8 +1,8 @@
 """Stops training cleanly: when its time is up, on SIGTERM, or on Ctrl-C.
 
 The step in progress is finished first, because weights in the middle of a step belong to no version. Then
-`train` publishes what is pending and saves the state. A step that takes too long is abandoned. If a store
-does not answer and so blocks the process after that, the process ends nevertheless.
+`train` publishes what is pending and saves the state. A step that takes too long is abandoned. If the
+process then waits for a store that does not answer, it ends nevertheless.
 """
 
 import atexit
@@ -55,7 +55,7 @@ class Stop(TrainerCallback):
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal end the `with` block quietly; after it, interrupt only work that takes too long."""
+        """Let a signal end the block quietly; after the block, interrupt only work that takes too long."""
         try:
             yield
         except KeyboardInterrupt:
@@ -76,7 +76,7 @@ class Stop(TrainerCallback):
             found = shared.tolist()
         self.out_of_time = bool(found[1])
         if found[0]:
-            if not self.signal:  # another rank received it
+            if not self.signal:  # another rank received the signal
                 self._note(found[0])
             signal.setitimer(signal.ITIMER_REAL, self.left_s)
         if any(found):

@@ -44,8 +44,8 @@ _HEAD_START_S = 0.05
 def main() -> None:
     """Parse the command line and train. Expected errors print one sentence instead of a traceback."""
     logging.basicConfig(format="%(name)s: %(message)s")
-    # The publisher's thread shares the interpreter with the training. With Python's usual 5 ms, each of its
-    # many short calls could wait that long.
+    # The publisher's thread shares the interpreter with the training. With Python's usual switch interval of
+    # 5 ms, each of that thread's many short calls could wait that long.
     sys.setswitchinterval(0.0005)
     settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config()
     if config.use_cpu and not (
@@ -63,7 +63,7 @@ def main() -> None:
 
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
-    if config.token_budget is None:  # TRL would ask a replica for it, but none serves before version 0 exists
+    if config.token_budget is None:  # TRL would ask a replica, but none serves before version 0
         raise SystemExit("--token_budget is missing: set the tokens of a forward pass, or 0 for no limit")
     if not config.use_cpu and (problem := gpu_build.problem()):
         raise SystemExit(f"trainer: {problem}")
@@ -114,12 +114,12 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         trainer.add_callback(stop)  # last: it lets signals interrupt, so the other callbacks must be done
 
         with stop.interruptible():
-            # Publish version 0 if the run is new. Otherwise check that it has the same model.
+            # Publish version 0 if the run is new. Otherwise check that the run has the same model.
             publisher.publish_base(trainer.weights(), _FIRST_SYNC)
             with peers.fail_together():
                 spaces.wait()  # until a replica serves a version
             gc.collect()
-            gc.freeze()  # without it, each look for garbage goes through all imports, for a fifth of a second
+            gc.freeze()  # without it, each garbage collection scans all imports, for a fifth of a second
             trainer.begin()  # each sync calls `Publisher.publish`
 
         if stop.signal:
@@ -178,7 +178,7 @@ class PolicyTrainer(BucketGRPOTrainer):
     """Trains norms and biases at `norm_rate`, or if that is 0, at `learning_rate` like all other weights.
 
     Norms are a thousandth of the weights or less, and decide how confident a policy is. More confidence is
-    the first thing that RL teaches. With a separate rate, the norms learn it while few other weights change.
+    the first thing that RL teaches. With their own rate, norms learn it while few other weights change.
     """
 
     norm_rate = 0.0

@@ -175,7 +175,7 @@ def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
 
 
 def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:
-    """Split a sync into parts. Those of the replica end with `slow`, the commit with the largest lag."""
+    """Split a sync into parts. The replica's parts end with `slow`, the commit with the largest lag."""
     spans = [("diff", 0.0, sync.diff_s), ("publish", sync.diff_s, max(sync.diff_s, sync.publish_s))]
     if slow is None:
         return spans

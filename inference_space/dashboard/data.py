@@ -1,4 +1,4 @@
-"""Reads for the dashboard, once for all viewers: what the live page shows, and what one of them opens.
+"""Reads the bucket for the dashboard, once for all viewers: for the live page, and for what a viewer opens.
 
 `RunCache` follows the run in one thread. `Library` answers from caches. `RateLimitedBucket` limits what
 visitors make the dashboard read, because replicas and the trainer need the owner's quota.
@@ -33,7 +33,7 @@ FAILED_S = 300.0  # seconds until a damaged object is read again: it may have be
 MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
 WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's own
-CALLS = 240  # per window, each of up to three requests; the Hub allows a free user 1,000, and 5,000 for files
+CALLS = 240  # per window; a call makes up to 3 requests. The Hub allows a free user 1,000, for files 5,000
 BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10
@@ -42,7 +42,7 @@ _MANIFESTS, _PROOFS = 256, 4096  # answers kept in memory
 _TENSORS = 200_000  # most tensors in all opened deltas in memory together; each takes about 300 bytes
 _DISK = 1_000_000_000  # bytes of objects kept for further downloads
 
-Pause = Callable[[float, threading.Event | None], object]  # waits that long, or until something happens
+Pause = Callable[[float, threading.Event | None], object]  # waits these seconds, or until the event is set
 Status = Callable[[], ReplicaEvent]
 Clock = Callable[[], float]
 
@@ -68,8 +68,8 @@ class RunView:
 class RunCache:
     """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
-    If `run` is None, it is the newest when the cache first finds any, until its run.json is gone. The page
-    shows what `own_status` returns, the status of the replica that hosts this dashboard, not the log's.
+    If `run` is None, the cache takes the newest run that it finds, and keeps it until its run.json is gone.
+    For the replica that hosts the dashboard, the page shows the status from `own_status`, not from the log.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RunCache:
         self._learn_digests(RunReader(self._bucket, info.run), own)
 
     def _find(self) -> RunInfo | None:
-        """Return the description of the run to show; it is read again only if it changed."""
+        """Return the description of the run to show, read again only if the object changed."""
         name = self._run or (self._info.run if self._info else None)
         found = self._bucket.stat(Keys(name).info) if name else None
         known = self._infos(found) if found else None
@@ -286,8 +286,8 @@ class Library:
         return manifest, self._deltas(manifest)
 
     def verify(self, version: int) -> str:
-        """Rebuild a version from the bucket, and return a sentence that its digest is the published one.
-        Raises `ProtocolError` or `CodecError` if it is not, or if the model is too large."""
+        """Rebuild a version from the bucket, and return the sentence that its digest is the published one.
+        Raises `ProtocolError` or `CodecError` if the digest differs, or if the model is too large."""
         return self._proofs(self._manifest(version))
 
     def digests(self, versions: set[int]) -> dict[int, str]:
@@ -321,7 +321,7 @@ class Library:
 
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()
-        if way.size > MAX_REBUILD:  # the size of its files, because a manifest can claim any `full_bytes`
+        if way.size > MAX_REBUILD:  # the sum of the files, because a manifest can claim any `full_bytes`
             raise errors.ProtocolError(
                 "this model is too large to be rebuilt here:"
                 f" run delta-weight-sync verify {self.bucket.url}#{self.run}"

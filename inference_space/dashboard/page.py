@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # the dashboard also runs without a replica
 # Gradio writes the request's host name into its page. `prerendered` asks under this name, and replaces it by
 # `location.origin`.
 _NAME = "dashboard.invalid"
-_SESSIONS = 512  # open pages whose revision is remembered; for a forgotten one, the run is sent again
+_SESSIONS = 512  # open pages whose revision is remembered; to a forgotten page, the run is sent again
 
 # Set by the Hub in a Space whose README says `hf_oauth: true`; Gradio reads all four.
 _LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
@@ -60,7 +60,7 @@ class Owner:
     name: str = ""
 
     def allows(self, key: str, login: str) -> bool:
-        """Whether the key or the login is the owner's. An empty key or login never is."""
+        """Whether the key or the login is the owner's. An empty key or login does not count."""
         pairs = (key, self.key), (login, self.name)
         return any(own and hmac.compare_digest(given.encode(), own.encode()) for given, own in pairs)
 
@@ -122,7 +122,7 @@ def guarded(
 ) -> Callable[[str | None, str | None, gr.OAuthProfile | None], tuple[str, str]]:
     """Let only the owner `act`. The handler returns what the replica follows, and why `act` was refused."""
 
-    # Gradio fills in the profile from its signed session; a visitor cannot send one.
+    # Gradio fills in the profile from its signed session; a visitor cannot send a profile.
     def run(key: str | None, version: str | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
         refused = ""
         try:
@@ -162,7 +162,7 @@ def build(view: Callable[[], data.RunView], controls: Controls | None, owner: Ow
         gr.on(events, tick, seen, [page, seen], show_progress="hidden")
     for event in blocks.fns.values():
         event.queue = False  # each call is short, and a queue would be one more route to guard
-        event.api_visibility = "private"  # otherwise the page documents it as an API, with the server's name
+        event.api_visibility = "private"  # otherwise the page documents an API, with the server's name
     return blocks
 
 
@@ -187,7 +187,7 @@ def body(run: Progress, view: data.RunView | None = None) -> Markup:
 
 
 def first_paint(view: data.RunView, *, owner: bool) -> Markup:
-    """Render what a browser shows before Gradio's scripts have run. It leaves room for the slider."""
+    """Render what a browser shows before Gradio's scripts have run, with room for the slider."""
     return render_template("prerender.html", page=render(view), owner=owner, run=view.progress)
 
 
@@ -259,8 +259,8 @@ def mount(
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
-    Mount it after the app's own routes: it answers every other path. `app.state.dashboard_events` maps the
-    number of each Gradio event handler to its number of inputs; the public port checks calls by it.
+    Mount the dashboard after the app's own routes: it answers every other path. `app.state.dashboard_events`
+    maps the number of each Gradio event handler to its number of inputs; the gate checks calls with it.
 
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.
@@ -329,7 +329,7 @@ def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None
     @routes.get("/object")
     def download(key: str) -> FileResponse:
         found = library.download(key)
-        # `found` deletes its file when it is freed; the task keeps it until the file is sent.
+        # `found` deletes its file when it is freed; the task keeps `found` until the file is sent.
         return FileResponse(found.path, filename=found.path.name, background=BackgroundTask(id, found))
 
     def sentence(_: Request, fault: Exception) -> PlainTextResponse:

@@ -24,7 +24,7 @@ _WINDOW = 24  # versions in the chart of each replica's version over time (the s
 _STEPS = 256  # changes of a replica's version in that chart
 _REPLICAS = 128  # shown; if there are more, the replica that was silent longest is dropped
 _MEDIANS = 1 << 16  # a median of at most this many values is exact
-# The curves of a run. Their points are (version, value), from "reward" on (step, value).
+# The curves of a run. The points are (version, value) up to "saved", and (step, value) after that.
 _CURVES = (
     "deltas",  # bytes
     "anchors",  # bytes
@@ -53,8 +53,8 @@ class Replica:
     """One replica. Do not trust the texts in its status: they come from outside."""
 
     status: ReplicaEvent
-    lag_s: float | None = None  # of its last commit: from the trainer's hand-over
-    versions: Series = ()  # (unix seconds, version): each change; in a `Progress`, within the staircase
+    lag_s: float | None = None  # of its last commit: seconds since the trainer's hand-over
+    versions: Series = ()  # (unix seconds, version): each change; in a `Progress`, only those in the chart
     lags: Series = ()  # (version, seconds); only in a `Progress`
 
     def report(self, status: ReplicaEvent, t: float) -> "Replica":
@@ -67,7 +67,7 @@ class Replica:
 
 @dataclass(eq=False)
 class Progress:
-    """Everything a page shows of a run with at least one version. A state fills one in event by event."""
+    """Everything a page shows of a run with at least one version. `RunState` fills it in, event by event."""
 
     version: int = -1  # -1 before the first one
     last_t: float = 0.0  # unix seconds of the last event
@@ -76,7 +76,7 @@ class Progress:
     sent_bytes: int = 0  # all uploads after version 0
     sent_full_bytes: int = 0  # what the same syncs would have sent as whole checkpoints
     group: StepEvent | None = None  # the newest step whose rollouts were recorded
-    # What follows is computed when a page needs it.
+    # The next fields are computed when a page needs them.
     digests: Mapping[int, str | None] = field(default_factory=dict)  # published; of versions in reports
     payload_bytes: float | None = None  # median delta
     anchor_every: float | None = None  # median versions between the last anchors; None before the second
@@ -86,7 +86,7 @@ class Progress:
     step_s: float | None = None  # median time between two versions
     replicas: tuple[Replica, ...] = ()
     syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...] = ()  # newest first, with the slowest commit
-    trainer: Series = ()  # (unix seconds, version), the window of the staircase
+    trainer: Series = ()  # (unix seconds, version), in the chart of versions over time
     curves: dict[str, Series] = field(default_factory=dict)  # by the names in `_CURVES`
     reward_steps: int = 0  # how many steps each of the next two means covers
     reward_first: float | None = None  # mean of the first steps
@@ -103,7 +103,7 @@ class Progress:
 
 
 class Start(NamedTuple):
-    """How far a run is that has made no step yet. Times are unix seconds; None: not yet."""
+    """How far a run has come that has made no step yet. Times are unix seconds; None: not yet."""
 
     published_t: float | None  # version 0
     served_t: float | None
@@ -157,7 +157,7 @@ class RunState:
         self._anchored: deque[int] = deque(maxlen=_ROWS)
         self._curves = {name: Curve(peaks=name in _PEAKS) for name in _CURVES}
         self._first: list[float] = []  # the first rewards
-        self._lately: deque[float] = deque(maxlen=2 * _MEAN)  # the newest ones
+        self._lately: deque[float] = deque(maxlen=2 * _MEAN)  # the newest rewards
         self._played: float | None = None  # when the first games were played
         self._slowest: dict[int, CommitEvent] = {}  # by version: the commit with the largest lag
         self._replicas: dict[str, Replica] = {}  # by name, silent longest first
@@ -191,7 +191,7 @@ class RunState:
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
         """Return what the page shows, None before the first version. `own` is the status of the replica that
-        hosts the page: it replaces the one in the log."""
+        hosts the page: it replaces the status in the log."""
         if not self._recent:
             return None
         replicas = dict(self._replicas)
@@ -217,7 +217,7 @@ class RunState:
         )
 
     def start(self, own: ReplicaEvent | None = None) -> Start | None:
-        """Return how far the run's start is, None after its first step."""
+        """Return how far a run that starts has come; None after its first step."""
         if self.seen.version > 0 or self._lately:
             return None
         known = {name: replica.status for name, replica in self._replicas.items()}
@@ -285,7 +285,7 @@ class RunState:
                 self._played = event.t
 
     def _replica(self, event: ReplicaEvent | CommitEvent) -> Replica:
-        """Return what is known of the replica of an event, which is now the one heard last."""
+        """Return what is known of an event's replica, and note that this replica was heard last."""
         name = event.replica
         silent = ReplicaEvent(t=event.t, replica=name, state="serving", version=None, digest=None)
         self._replicas[name] = replica = self._replicas.pop(name, None) or Replica(silent)
@@ -300,7 +300,7 @@ class RunState:
         committed = {"version": event.version, "digest": event.digest}
         replica = replica.report(replica.status.model_copy(update=committed), event.t)
         self._replicas[event.replica] = replica
-        if event.joined:  # its times include the start of vLLM
+        if event.joined:  # the times of a join include the start of vLLM
             return
         self._replicas[event.replica] = replace(replica, lag_s=event.lag_s)
         self._lags.setdefault(event.replica, Curve(peaks=True)).add(event.version, event.lag_s)

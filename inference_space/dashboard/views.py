@@ -20,7 +20,7 @@ from delta_weight_sync.util import size_text
 from inference_space.dashboard.html import render_template
 from inference_space.dashboard.state import Progress
 
-FAR = 5  # units of the last place (ULPs); larger moves are counted as this
+FAR = 5  # units of the last place (ULPs); larger moves count as this number
 # Anyone may send a delta, and the model's size is unknown here.
 MAX_TABLE = 4 << 20  # bytes of a header that is read: some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
@@ -53,7 +53,7 @@ class OpenedDelta:
 
 
 def open_delta(paths: Iterable[Path]) -> OpenedDelta:
-    """Read a delta, or its parts. How far weights moved is decoded if all are small and need no old weights.
+    """Read a delta from its parts. Decode the distances if all parts are small and need no old weights.
 
     Raises `CodecError` if a file is not a delta, or lists too many tensors.
     """

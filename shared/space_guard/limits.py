@@ -1,4 +1,4 @@
-"""Limits on connections, capacity and log lines that clients may use, and a server that ends when stopped.
+"""Limits on connections, capacity and log lines that clients may use, and a server that always ends.
 
 A trainer is known by the key, a visitor by the network address. Visitors, even all together, cannot take the
 capacity that a trainer needs. uvicorn cannot limit connections in this way: it waits without limit for a
@@ -33,8 +33,8 @@ from space_guard.requests import RateLimit, has_key, too_many
 Client = str | None  # a visitor's address, or None for a client with the key
 
 # The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. As the
-# client's address, uvicorn (`forwarded_allow_ips`) takes the last one in X-Forwarded-For outside of these
-# networks; a client can only forge addresses before that one.
+# client's address, uvicorn (`forwarded_allow_ips`) takes the last address in X-Forwarded-For outside of
+# these networks; a client can only forge addresses before that one.
 PROXIES = "127.0.0.0/8,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7"
 
 
@@ -66,7 +66,7 @@ class Limits:
 class _Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits. If `key` is empty, any complete head counts as having the key.
 
-    `visitors` are the connections without the key. If there are more than `max_visitors`, the one that was
+    `visitors` are the connections without the key. If there are more than `max_visitors`, the connection
     opened or answered longest ago is closed, so a new client gets in and a client with the key stays.
     """
 
@@ -112,7 +112,7 @@ class _Connection(HttpToolsProtocol):
             self.send_400_response(f"The head of the request is too large. {limit}")
 
     def on_message_begin(self) -> None:
-        """One request at a time. An error raised here or in the methods below is answered with status 400."""
+        """Allow one request at a time. Errors of this and the next methods are answered with status 400."""
         if self._answering():
             raise ValueError("the request before this one is not answered yet")
         self._complete = False

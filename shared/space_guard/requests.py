@@ -1,4 +1,4 @@
-"""Checks the key, body and rate of a request, and builds the answers that refuse one."""
+"""Checks the key, body and rate of a request, and builds the answers to refused requests."""
 
 import asyncio
 import hmac
@@ -100,7 +100,7 @@ class RateLimit:
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
     def spend(self, client: str, cost: float) -> float:
-        """Charge a client `cost` (at most `burst`). Returns 0, or the seconds until it can pay, uncharged."""
+        """Charge a client `cost` (at most `burst`). Returns 0, or if it cannot pay, the seconds to wait."""
         now = self._clock()
         until = max(now, self._paid_until.get(client, now)) + cost / self._per_second
         if until > now + self._ahead_s:

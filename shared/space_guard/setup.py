@@ -102,7 +102,7 @@ class Setup:
     """How one Space explains its setup."""
 
     def __init__(self, space: str, then: str, needs: Path) -> None:
-        """`space`: the kind of Space, for the title. `then`: what it shows when it is set up. `needs`: a file
+        """`space`: the kind of Space, for the title. `then`: what the set-up Space shows. `needs`: a file
         with a table for each variable and secret: its `kind`, `purpose` and `example`."""
         self.space, self.then, self.needs = space, then, tomllib.loads(needs.read_text())
 

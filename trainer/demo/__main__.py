@@ -1,6 +1,6 @@
 """Runs environment, replica (with the dashboard) and trainer on this machine, for `make demo`.
 
-Each is a process with its own settings. They share only URLs (the bucket is a folder) and a key pair. Both
+Each of the three is a process with its own settings. They share only URLs and a key pair. Both
 the dashboard and the lines that the demo prints show the run's log, which is in the bucket.
 """
 
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=float, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    files = "folder for the run's files; an earlier demo's are deleted; smollm2's checkpoint goes next to it"
+    files = "folder for the run; deletes an earlier demo there; smollm2's checkpoint goes next to the folder"
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < math.inf:
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
-    """Run the demo in `folder`, which must be empty or of an earlier demo. Raises `ChildError`."""
+    """Run the demo in `folder`, which must be new, empty or an earlier demo's. Raises `ChildError`."""
     if problem := gpu_build.problem():
         raise ChildError(problem)
     mark = folder / ".demo"
@@ -204,7 +204,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
     games = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env), "WORDLE_REPLICA_URL": replica_url}
-    processes.start("env", ["env_space.app"], games, nice=10)  # it plays for rollouts, which have 10 as well
+    processes.start("env", ["env_space.app"], games, nice=10)  # as low as the rollouts that it serves
     replica = replica_settings(policy, bucket_url, space, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)

@@ -27,7 +27,7 @@ class ChildError(RuntimeError):
 class Processes(contextlib.AbstractContextManager["Processes"]):
     """Starts `python -m <module>` children; leaving the block stops them and all their descendants.
 
-    If this process is killed, the kernel kills its children, and each of them ends its own the same way.
+    If this process is killed, the kernel kills its children, and in the same way the children of each child.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
     def start(
         self, name: str, arguments: list[str], env: Mapping[str, str], *, may_end: bool = False, nice: int = 0
     ) -> None:
-        """Run `python -m <arguments>` with these variables and this process's own. `may_end`: the child may
+        """Run `python -m <arguments>`, with `env` added to this process's variables. `may_end`: the child may
         end before the block does. `nice`: how far to lower its priority."""
         self._may_end |= {name} if may_end else set()
         with self.log(name).open("wb") as log, _signals_delayed():
@@ -96,7 +96,7 @@ def interrupt_once() -> None:
 
 @contextmanager
 def _signals_delayed() -> Iterator[None]:
-    """Deliver the first signal after the block: none interrupts a child's start or the cleanup."""
+    """Deliver the first signal after the block, so no signal interrupts a child's start or the cleanup."""
     received: list[int] = []
     before = [(n, signal.signal(n, lambda number, _: received.append(number))) for n in _SIGNALS]
     try:
@@ -109,7 +109,7 @@ def _signals_delayed() -> Iterator[None]:
 
 
 def free_port(wanted: int = 0) -> int:
-    """Return `wanted`, or any free port of the loopback interface; raises `ChildError` if it is taken."""
+    """Return `wanted`, or any free port of loopback if it is 0. Raises `ChildError` if `wanted` is taken."""
     try:
         with socket.create_server(("127.0.0.1", wanted)) as probe:  # an earlier demo's port is free again
             return int(probe.getsockname()[1])

@@ -21,7 +21,7 @@ _CONFIG = CHECKOUT / "trainer" / "configs" / "qwen3_0_6b.yaml"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command. An error ends it with one sentence and exit status 1."""
+    """Run one command. After an error, print one sentence and exit with status 1."""
     arguments = _parser().parse_args(argv)
     try:
         arguments.run_command(connect(), arguments)
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--public", action="store_true", help="make the Spaces public; the bucket stays private")
     up.add_argument("--unsigned", action="store_true", help="let replicas serve versions without a signature")
     only = up.add_mutually_exclusive_group()
-    only.add_argument("--dry-run", type=Path, metavar="DIR", help="only write what it would upload to DIR")
+    only.add_argument("--dry-run", type=Path, metavar="DIR", help="only write to DIR what `up` would upload")
     only.add_argument("--static", type=Path, metavar="FOLDER", help="only upload a page, to a static Space")
     command("status", _status, "show state, version and cost of each Space")
     logs = command("logs", _logs, "show the log of a Space")
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     down = command("down", _down, "delete the Spaces and keep the bucket")
     down.add_argument("--bucket", action="store_true", help="also delete the bucket, with all its runs")
     doctor = command("doctor", _doctor, "check everything that a deployment needs")
-    doctor.add_argument("--config", type=Path, default=_CONFIG, help="of the trainer (default: Qwen3-0.6B's)")
+    doctor.add_argument("--config", type=Path, default=_CONFIG, help="trainer's file (default: Qwen3-0.6B's)")
     doctor.add_argument("--model", help="a Hub id, or the folder of a checkpoint; by default the config's")
     doctor.add_argument("--hardware", choices=GPUS, default="l4x1", help="GPUs of a replica (default: l4x1)")
     return parser

@@ -1,6 +1,6 @@
 """Checks everything that a deployment and a trainer need, and names the fix for each problem.
 
-The checks also work before the first `up`: what `up` will make may be missing.
+The checks also work before the first `up`: nothing that `up` makes has to exist yet.
 """
 
 import os
@@ -29,7 +29,7 @@ from trainer.deploy.hub import explained
 _GB = 10**9
 _CLOCK_LIMIT_S = 30.0  # lags in the run's log are differences between the clocks of two machines
 _DISK_BYTES = 4.4  # per weight: the download and an anchor before its upload, both bf16, and a margin
-_REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20 000 tokens of Qwen3-1.7B
+_REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20,000 tokens of Qwen3-1.7B
 _VLLM_SHARE = 0.92  # of a GPU's memory, vLLM's default
 
 

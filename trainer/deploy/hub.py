@@ -40,7 +40,7 @@ TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface
 PLAN = "Docker Spaces need PRO, Team or Enterprise"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
-_ERROR_LIMIT_S = 60.0  # wait this long for an error to go away: it may be from before the last change
+_ERROR_LIMIT_S = 60.0  # how long an error may last: it may be from before the last change
 _LOG_LINES = 15
 
 
@@ -52,7 +52,7 @@ def connect() -> HfApi:
         made.timeout = 60.0
         return made
 
-    configure_clients()  # before ours: otherwise it would run when `doctor` opens a bucket, and replace ours
+    configure_clients()  # first: `doctor` opens a bucket, which calls this, too, and would replace our client
     set_client_factory(client)
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
@@ -60,7 +60,7 @@ def connect() -> HfApi:
 
 @contextmanager
 def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
-    """Turn the client's error into a `DeployError` that says `what` failed. `variable` holds the token."""
+    """Turn the client's error into a `DeployError` about `what`. `variable` is the one with the token."""
     try:
         yield
     except LocalTokenNotFoundError:
@@ -170,11 +170,11 @@ class Space:
 def spaces_of(
     api: HfApi, owner: str, name: str, expected: Iterable[str] = (), *, page: bool | None = False
 ) -> list[Space]:
-    """Return the Spaces of this deployment, the environment's first. Raises `DeployError` for a foreign one.
+    """Return the deployment's Spaces, the environment's first. Raises `DeployError` if one lacks `MARK`.
 
-    The Hub's list may be out of date, so `expected` Spaces are looked up as well. With `page`, the static
-    Space is the only one, or if it is None, the last. Sets the environment variable `SPACES` to the URLs of
-    all but the static Space, because this process sends its key only to URLs listed there.
+    The Hub's list may be out of date, so `expected` Spaces are looked up as well. `page` True: return only
+    the static Space; False: leave it out; None: return it last. Sets the variable `SPACES` to the URLs of all
+    but the static Space, because this process sends its key only to URLs listed there.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+)|page)")
     with explained(f"listing the Spaces of {owner}"):
@@ -260,7 +260,7 @@ def apply(
         if repo_id not in plans:
             change(f"delete {repo_id}, which is not in the plan", api.delete_repo, repo_id, repo_type="space")
             continue
-        _update(plans[repo_id], space, secrets, api, change)  # before the files: a new Space starts with them
+        _update(plans[repo_id], space, secrets, api, change)  # before the files, which start a new Space
         if _upload(api, space, contents[repo_id]):
             changes += 1
         elif not page and stage in (*PAUSED, *FAILED):
@@ -273,7 +273,7 @@ def apply(
 def _update(
     plan: SpacePlan, space: Space, secrets: Mapping[str, str], api: HfApi, change: Callable[..., None]
 ) -> None:
-    """Change the settings that differ from the plan. Of other variables, only `PUBLIC_KEY` is removed."""
+    """Change the settings that differ from the plan. Of unplanned variables, only `PUBLIC_KEY` is removed."""
     repo_id, hardware, sleep_s = plan.repo_id, plan.hardware, plan.sleep_s
     if space.private != plan.private:
         what = f"make {repo_id} {'private' if plan.private else 'public'}"
@@ -296,7 +296,7 @@ def _update(
 
 
 def _upload(api: HfApi, space: Space, local: Mapping[str, Path | bytes]) -> bool:
-    """Upload all changed files in one commit, so that the Space builds once. Returns False if none are."""
+    """Upload all changed files in one commit, so that the Space builds once. Returns False if none differ."""
     gone = space.files - local.keys() - {".gitattributes"}  # the Hub makes this file
     # The client leaves out the files that are already there, and makes no empty commit.
     operations: list[Any] = [CommitOperationAdd(*file) for file in local.items()]

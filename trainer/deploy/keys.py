@@ -1,4 +1,4 @@
-"""The secrets of a deployment: local files that hold them, and fingerprints that show what a Space has.
+"""The secrets of a deployment: local files with them, and fingerprints that show which values a Space has.
 
 The Hub never shows the value of a secret again. So each secret gets a fingerprint as its description: an HMAC
 of the value under the SPACE_KEY. The Hub replaces a description together with the value, and shows
@@ -72,7 +72,7 @@ def read_signing_keys(owner: str, name: str) -> tuple[str, str] | None:
 
 
 def _variables(file: Path) -> dict[str, str]:
-    """Read the variables that a shell file sets, and make it readable only for this user."""
+    """Read the variables that a shell file sets, and make the file readable only for this user."""
     file.chmod(0o600)
     pairs = [line.strip().partition("=") for line in file.read_text().splitlines()]
     return {variable: value for variable, _, value in pairs}

@@ -1,6 +1,6 @@
 """A deployment's plan: bucket, Spaces and files. It depends only on command line, checkout and public keys.
 
-A Space's repository gets only the files that its Dockerfile needs: those listed here, if git tracks them.
+An app's Space gets the files that its Dockerfile needs, if git tracks them; a static Space gets a folder.
 """
 
 import json
@@ -65,7 +65,7 @@ def write(plans: list[SpacePlan], folder: Path) -> None:
 def make_plan(
     owner: str, name: str, *, run: str, hardware: str, replicas: int, public: bool, trusted: str
 ) -> list[SpacePlan]:
-    """The environment's Space and the replicas' Spaces. Raises `DeployError` for an impossible wish.
+    """The environment's Space and the replicas' Spaces. Raises `DeployError` for a wrong option.
 
     Replicas trust the public keys in `trusted`; if it is empty, they do not check signatures.
     """
@@ -97,7 +97,7 @@ def make_plan(
 def page_files(folder: Path) -> dict[str, Path | bytes]:
     """Map each path in a static Space to a file of `folder`, hidden files and node_modules left out.
 
-    Follows links. Adds a README.md if there is none. Raises `DeployError` if the Hub could not show it.
+    Follows links. Adds a README.md if there is none. Raises `DeployError` if the Hub could not show the page.
     """
     paths = (Path(at, name) for at, _, names in os.walk(folder, followlinks=True) for name in names)
     found: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}

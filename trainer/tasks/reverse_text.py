@@ -1,4 +1,4 @@
-"""Reverse-text: the policy writes a text backwards, letter by letter. The reward is the similarity.
+"""Reverse-text: the policy writes a text backwards, letter by letter. More similar answers earn more.
 
 Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. A text is
 made of words from the tokenizer's vocabulary. To the policy, each word is one token that it has to spell.
@@ -26,7 +26,7 @@ _ANSWER = re.compile("<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Find frequent words that are one token. Raises `ValueError` unless it is an English byte-level BPE."""
+    """Find frequent words that are one token. Raises `ValueError` if the tokenizer has too few."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda token: token[1])
     words = [match[1] for token, _ in tokens if (match := _WORD.fullmatch(token))][:_VOCABULARY]
     if len(words) < _MIN_WORDS:

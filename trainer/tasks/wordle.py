@@ -38,11 +38,11 @@ class GameLostError(ValueError):
 
 
 class WordleEnv:
-    """Plays one game at a time over HTTP. All members of a GRPO group get the row's seed, so the same secret.
+    """Plays one game at a time over HTTP. All members of a GRPO group have the same seed and secret.
 
     A request whose answer was lost is repeated. It has no second effect on the server, because the client
-    chooses the session's id and numbers the turns. The first guess opens the session, not `reset`: TRL awaits
-    each `reset` before it starts the next, but guesses run in parallel.
+    chooses the session's id and numbers the turns. The first guess, not `reset`, opens the session: TRL
+    awaits each `reset` before it starts the next, but guesses run in parallel.
     """
 
     def __init__(self, url: str) -> None:
