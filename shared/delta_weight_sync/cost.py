@@ -95,7 +95,7 @@ ENCODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.0, 12.0), "small": Rate(0.
 _DENSE, _TRIED = 1 / 8, 2.5  # above this share the codec tries more modes and takes this many times as long
 DECODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.02, 8.5), "small": Rate(0.26, 17.0)}
 DIGEST: Final = Rate(0.11)  # hash all live weights: at a join; a CPU also once a minute, in the background
-SWAP: Final = Rate(0.0, 5.0)  # exchange changes with the other workers of a machine
+SWAP: Final = Rate(0.0, 5.0)  # get a change, 6 bytes, from other processes of the same machine
 PLACE: Final = Rate(0.0, 11.0)  # find the place of a change and read its old bits
 COMMIT: Final = Rate(0.0, 9.4)  # write changes and read them back, while generation waits (section "live")
 SAVE: Final = Rate(3.1)  # write a checkpoint to disk ("publish whole")
@@ -219,7 +219,11 @@ class Plan:
 
         # One sync.
         changes, decode = self.changes, DECODE[asked.encoding]
+        # Each rank compares its shard, then sends its changes to the owners of the tensors.
         self.diff_s = DIFF[asked.trainer].seconds(params) / ranks / self.threads
+        if ranks > 1:
+            between = 6 * changes * (1 - 1 / self.trainer_machines)  # bytes that go to other machines
+            self.diff_s += SWAP.seconds(0, changes / ranks) + between / links
         parts = min(ranks, MAX_PARTS)
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / parts
         # The owners upload their parts, over the links of their machines; then rank 0 the manifest.

@@ -273,8 +273,10 @@ def test_ranks_share_the_work_and_the_links_of_their_machines():
     one, eight, many = map(planned, (1, 8, 64))
     assert (one.trainer_machines, eight.trainer_machines, many.trainer_machines) == (1, 1, 8)
     assert many.replica_machines == 2
-    for part in ("diff_s", "encode_s", "copy_state_s"):
+    for part in ("encode_s", "copy_state_s"):
         assert getattr(one, part) == pytest.approx(64 * getattr(many, part))
+    exchanged_s = 5e-9 * 10**10 / 64 + 7 / 8 * 6 * 10**10 / 8e9
+    assert many.diff_s == pytest.approx(one.diff_s / 64 + exchanged_s)
     assert eight.upload_s == pytest.approx(one.upload_s + 4 * 0.1), "one link; parts before the manifest"
     assert many.upload_s == pytest.approx(8 / 64 * many.delta / 1e9 + 10 * 0.1), "eight parts for each link"
     assert many.anchor_s == pytest.approx(one.anchor_s / 8)

@@ -87,8 +87,6 @@ request counts assume the Hub's events, times assume {polls:.0f} polls in 5 minu
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
-    if ranks > 1:
-        text += f"\nsending {size_text(10 * plan.changes)} of changes per sync between ranks takes no time"
     if plan.replica_machines > 1:
         text += "\none machine of a replica fetches; the others read its folder in no time (never tried)"
     if plan.threads > 1:
@@ -120,7 +118,7 @@ def _table(plan: Plan) -> str:
     rows = f"""\
 one sync of {count_text(asked.params)} weights, {100 * asked.share:.3g} % changed, {how}
 delta file|{size(plan.delta)}|{plan.per_change:.3f} B per change, 1/{smaller} of the model
-diff|{time(plan.diff_s)}|the trainer waits; {ranks}, each with its own shard
+diff|{time(plan.diff_s)}|the trainer waits; {ranks} compare their shards and exchange changes
 encode|{time(plan.encode_s)}|in the background, {ranks} with {threads} each
 upload|{time(plan.upload_s)}|in the background, over {links}
 notification|{time(plan.notification_s)}|half of a poll interval; less with events or pokes

@@ -12,7 +12,6 @@ from delta_weight_sync.codec._file import TensorRow as TensorRow
 from delta_weight_sync.codec._file import encode as encode
 from delta_weight_sync.codec._file import header_size as header_size
 from delta_weight_sync.codec._file import merged as merged
-from delta_weight_sync.codec._file import one_step as one_step
 from delta_weight_sync.codec._patch import ULP_CLASSES as ULP_CLASSES
 from delta_weight_sync.codec._patch import Bits as Bits
 from delta_weight_sync.codec._patch import Index as Index

@@ -195,17 +195,12 @@ def encode(
     return data[:8] + header.encode().ljust(end - 8) + data[end:]
 
 
-def one_step(deltas: Sequence[Delta]) -> bool:
-    """Whether the deltas are the parts of a single delta: all have the same base and the same version."""
-    return len({(delta.base, delta.version) for delta in deltas}) == 1
-
-
 def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterable[Decoded]:
     """Decode consecutive deltas, or their parts, as one. `old` gives the bits at the first delta's base.
 
-    `share`: which groups of all parts to decode, if the deltas are `one_step`; otherwise all are decoded.
+    `share`: which groups to decode, if the deltas are parts of one; otherwise all groups are decoded.
     """
-    if one_step(deltas):
+    if len({delta.version for delta in deltas}) == 1:
         first, every = share
         shares = (((first - at) % every, every) for at in range(len(deltas)))
         parts = zip(deltas, shares, strict=True)

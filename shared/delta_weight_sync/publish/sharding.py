@@ -14,6 +14,7 @@ import functools
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -224,13 +225,16 @@ class Peers:
         outgoing: list[list[Patch]] = [[] for _ in range(self.size)]
         for patch in patches:
             outgoing[owners[patch.name]].append(patch)
-        pickles = (pickle.dumps(Decoded.of(some), pickle.HIGHEST_PROTOCOL) for some in outgoing)
-        packed = [np.frombuffer(each, np.uint8) for each in pickles]
+        large = any(math.prod(shape) > 1 << 31 for shape in shapes.values())
+        kind = np.int64 if large else np.int32  # of positions: the changes may be gigabytes
+        sent = (replace(one, index=one.index.astype(kind)) for one in map(Decoded.of, outgoing))
+        packed = [np.frombuffer(pickle.dumps(one, pickle.HIGHEST_PROTOCOL), np.uint8) for one in sent]
         sizes = [size[self.rank] for size in self.exchange([data.size for data in packed])]
         with self._contact():
             coming = swap(packed, sizes, self._group)
-        parts = np.split(coming, np.cumsum(sizes[:-1]))
-        return [patch for part in parts for patch in pickle.loads(part.data).patches(shapes)]
+        came = (pickle.loads(part.data) for part in np.split(coming, np.cumsum(sizes[:-1])))
+        parts = (replace(one, index=one.index.astype(np.int64)) for one in came)
+        return [patch for part in parts for patch in part.patches(shapes)]
 
     def scatter(
         self, tensors: Iterable[tuple[str, Bits]], owners: Owners

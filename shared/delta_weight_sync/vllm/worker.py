@@ -228,14 +228,13 @@ class LiveWeights:
             deltas = [codec.Delta(path) for path in paths]
             # Decoded changes are five times as large as the file. So they are not sent to other hosts, and if
             # they are few, not at all. If decoding needs old bits, each worker decodes everything.
-            many = codec.one_step(deltas) and sum(delta.changes for delta in deltas) >= _MANY
-            divided = many and not any(delta.reads_old for delta in deltas)
+            whole = len({d.version for d in deltas}) > 1 or any(d.reads_old for d in deltas)
+            divided = not whole and sum(delta.changes for delta in deltas) >= _MANY
             tables = self._tables if divided else [self._table]  # of the workers that decode together
             share = ranks.place % len(tables), len(tables)
             decoded = [*codec.merged(deltas, self.shapes, self.bits, share)]
             found = memory.find(decoded, tables)
-        parts = decoded if kept else []
-        reloaded = [patch for part in parts for patch in part.patches(self.shapes) if patch.name in kept]
+        reloaded = [p for part in decoded if kept for p in part.patches(self.shapes) if p.name in kept]
         if len(tables) > 1:
             found = [ranks.swap(found)]
             reloaded = [*chain(*ranks.gather(reloaded, near=True))] if kept else []
