@@ -86,6 +86,15 @@ class Scenario:
         """That encode or decode."""
         return util.threads(self.cores)
 
+    @property
+    def diff_s(self) -> float:
+        """In which a rank compares its shard, and exchanges changes with the others, as in `Plan`."""
+        diff_s, changes = cost.DIFF["fp32"].seconds(self.owned) / self.threads, self.changes(1)
+        if self.ranks == 1:
+            return diff_s
+        between = 6 * changes * (1 - 1 / self.machines) / (self.link * self.machines)
+        return diff_s + cost.SWAP.seconds(0, changes / self.ranks) + between
+
     def changes(self, syncs: float) -> float:
         """Weights that differ after this number of syncs, from the measured merges."""
         spans, factors = np.log(list(cost.MERGED)), np.log(list(cost.MERGED.values()))
@@ -216,7 +225,7 @@ class CountedMirror:
         parts = list[Any]()
 
         def found() -> Any:
-            self._sleep(cost.DIFF["fp32"].seconds(self._scenario.owned) / self._scenario.threads)
+            self._sleep(self._scenario.diff_s)
             return SimpleNamespace(patches=[CountedPatch(self._scenario, part.name, 1.0) for part in parts])
 
         return SimpleNamespace(add=parts.append, found=found)
@@ -233,7 +242,7 @@ class CountedMirror:
 
 
 class Seat:
-    """In place of `Peers`: what a rank sends to others takes no time."""
+    """In place of `Peers`: what a rank sends to others takes no time here, see `Scenario.diff_s`."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self.rank, self.size, self.main = rank, group.size, rank == 0

@@ -184,10 +184,10 @@ def test_each_rank_publishes_a_part_and_plan_predicts_lag_and_requests():
 
 
 def test_a_trillion_weights_are_served_within_ten_seconds_and_catch_up_within_five_minutes():
-    """As planned and as simulated: 64 ranks, 32 replicas of 16 workers, links of 8 GB/s."""
-    asked = replace(STANDARD["10^12, links of 8 GB/s", "Team"], minutes=10)
+    """As planned and as simulated: 64 ranks, 32 replicas of 16 workers, links of 16 GB/s."""
+    asked = replace(STANDARD["10^12, links of 16 GB/s", "Team"], minutes=10)
     assert (asked.ranks, asked.replicas, asked.workers, asked.share) == (64, 32, 16, 0.01)
-    plan = Plan(Question(10**12, 0.01, 32, 8e9, cores=asked.cores, ranks=64, workers=16))
+    plan = Plan(Question(10**12, 0.01, 32, 16e9, cores=asked.cores, ranks=64, workers=16))
     assert plan.hand_over_to_serving_s < 10
     assert plan.behind_s < 300
     assert Figures(Fleet(asked).run()).lag == pytest.approx(plan.hand_over_to_serving_s, rel=0.1)

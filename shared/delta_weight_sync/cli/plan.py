@@ -118,7 +118,7 @@ def _table(plan: Plan) -> str:
     rows = f"""\
 one sync of {count_text(asked.params)} weights, {100 * asked.share:.3g} % changed, {how}
 delta file|{size(plan.delta)}|{plan.per_change:.3f} B per change, 1/{smaller} of the model
-diff|{time(plan.diff_s)}|the trainer waits; {ranks} compare their shards and exchange changes
+diff|{time(plan.diff_s)}|the trainer waits; {ranks}{", exchange included" * (plan.trainer_ranks > 1)}
 encode|{time(plan.encode_s)}|in the background, {ranks} with {threads} each
 upload|{time(plan.upload_s)}|in the background, over {links}
 notification|{time(plan.notification_s)}|half of a poll interval; less with events or pokes
