@@ -31,13 +31,13 @@ from space_guard.setup import SettingsError, Setup
 
 MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
-MAX_VISITORS = 1024  # limit on connections without the key; raised to the maximum number of games
+MAX_VISITORS = 1024  # most connections without the key; `max_sessions` if that is higher
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
 PAGE = Path(__file__).with_name("page")
 # The page may load nothing from other sites, and no text of a policy may run as a script.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-_SPARE_FILES = 64  # open files that are not clients: the log, the event loop, watched replicas
+_SPARE_FILES = 64  # open files that are not connections of clients: log, event loop, watched replicas
 
 # All other paths need the key, so a new route is closed until you add it here.
 OPEN = re.compile(
@@ -133,8 +133,8 @@ def create_app(settings: Settings) -> FastAPI:
         _log.info("game ended", extra={"fields": session.summary()})
 
     sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended)
-    # Visitors' games have their own stores, so they take no room from trainers. They are not logged, so a
-    # client without the key cannot fill the log.
+    # Visitors' games have their own stores, so they take no room from trainers' games. No log has them,
+    # so a client without the key cannot fill the log.
     ttl_s, count = settings.session_ttl_s, metrics.count_game
     visitors = Sessions(MAX_PLAYED, ttl_s, count, per_client=MAX_PLAYED_EACH)
     watched = Sessions(MAX_WATCHED, ttl_s, count, per_client=MAX_WATCHED_EACH)

@@ -85,7 +85,7 @@ MOVE = TypeAdapter(Move)
 def feedback(guess: str, secret: str) -> str:
     """Mark each letter of `guess`: '+' in place, '?' elsewhere, '-' absent.
 
-    A letter gets no more '+' and '?' than the secret has copies of it: first every '+', then '?' from the
+    A letter gets '+' or '?' at most as often as it occurs in the secret: first every '+', then '?' from the
     left.
     """
     unmatched = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
@@ -129,7 +129,7 @@ def secret_for(seed: int, words: Sequence[str]) -> str:
 
 
 def ignored_hint(word: str, clues: Iterable[tuple[str, str]]) -> str:
-    """Hard mode: a sentence that names a hint which `word` ignores; empty if it uses all hints.
+    """Return a sentence that names a hint which `word` ignores in hard mode; empty if `word` uses all hints.
 
     `clues` are the valid guesses so far with their marks. Greens must stay in place, and each letter must
     occur at least as often as a guess has shown it to be in the secret.
@@ -226,7 +226,7 @@ class Game:
 
 
 class Rules:
-    """The words and settings of all games. Raises SettingsError if there are fewer words than `answers`."""
+    """The words and settings of all games. Raises SettingsError if `settings.answers` is too high."""
 
     def __init__(self, settings: Settings) -> None:
         words = answers(settings.answers, settings.length)

@@ -23,7 +23,7 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Session, Sessions
 
 Answer = dict[str, Any]
-MOST_IDLE = 64  # connections without a game: at most this many, or the maximum number of games if larger
+MOST_IDLE = 64  # most connections without a game; `max_sessions` if that is higher
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _EXAMPLES = {4: "lane", 5: "crane", 6: "planet", 7: "strange"}
 _LETTERS = str.maketrans("+?-", "GYX")
@@ -266,7 +266,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogra
 
     @app.post("/mcp", include_in_schema=False)
     async def mcp(request: Request) -> Answer:
-        """Answer JSON-RPC, which OpenEnv requires of every environment. This one has no MCP tools."""
+        """Answer JSON-RPC, which OpenEnv requires of every environment. This environment has no MCP tools."""
         call = _object(await request.body()) or {}
         answer: Answer = {"jsonrpc": "2.0", "id": call.get("id")}
         if call.get("method") == "tools/list":

@@ -24,7 +24,7 @@ class Origin:
 
 @dataclass(slots=True)
 class Session:
-    """One game and its id. `used_at` is the time when it was opened, last played or ended."""
+    """One game and its id. `used_at` is the time when the game was opened, last played or ended."""
 
     id: UUID
     origin: Origin
@@ -63,8 +63,8 @@ class Session:
 class Sessions:
     """Holds at most `capacity` games in play. Nothing here awaits, so one event loop needs no locks.
 
-    A game expires `ttl_s` seconds after its last move; other requests do not keep it alive. Games that ended
-    without expiring answer retries for `ttl_s` seconds, or until `capacity` later games have ended.
+    A game expires `ttl_s` seconds after its start or its last move; other requests do not keep it alive.
+    An ended game that did not expire answers retries for `ttl_s` seconds, or until `capacity` more games end.
     """
 
     capacity: int

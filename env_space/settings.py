@@ -27,5 +27,5 @@ class Settings(SpaceSettings):
 
     @property
     def required_key(self) -> str:
-        """The key that the API asks for, empty if it is open."""
+        """The key that the API asks for, empty if the API is open."""
         return "" if self.open else self.key

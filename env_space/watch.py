@@ -19,7 +19,7 @@ from env_space.settings import Settings
 from space_guard.limits import client_address
 from space_guard.requests import KEY_HEADER, refusals
 
-# At most this many watched games at a time, total and per address: they use the replica.
+# Most watched games at a time, in total and per address, because these games use the replica.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
 TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -27,7 +27,7 @@ _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
 # Read once: reading the certificates would block all players for tens of milliseconds.
 _TLS = httpx.create_ssl_context(trust_env=False)
-# The policy had this tool in training. Without the tool, it would read another prompt than in training.
+# The policy had this tool in training. Without the tool, the policy would read another prompt.
 _TOOL = {
     "type": "function",
     "function": {
@@ -85,7 +85,7 @@ class Replica:
 
 
 def replica_headers(url: str, key: str) -> dict[str, str]:
-    """The replica's `key`, and the Hub token if `url` begins like those of this owner's Spaces."""
+    """The replica's `key` and, if `url` begins as the URLs of this owner's Spaces do, the Hub token."""
     owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # hyphens, as in host names
     space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
     same_owner = owner and re.fullmatch(space, url, re.IGNORECASE)

@@ -4,8 +4,8 @@
     VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=$RUN vllm serve Qwen/Qwen3-0.6B
     python examples/trl_script.py Qwen/Qwen3-0.6B $RUN http://localhost:8000
 
-vLLM may be on any machine that can read the bucket. To try it on a CPU, name the small policy in
-`trainer/policies/wordle-tiny` in place of Qwen's, with RUN=file:///tmp/bucket#first.
+vLLM may be on any machine that can read the bucket. To try this on a CPU, replace Qwen/Qwen3-0.6B by
+`trainer/policies/wordle-tiny`, and set RUN=file:///tmp/bucket#first.
 """
 
 import sys
@@ -25,7 +25,7 @@ def shorter(completions: list[list[dict[str, str]]], **_: object) -> list[float]
 
 
 def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
-    """Train for a few steps; after each, the changed weights go to the bucket, and from there to vLLM."""
+    """Train for a few steps. After each step, changed weights go to the bucket, and from there to vLLM."""
     args = AsyncGRPOConfig(
         output_dir="trl_script",
         vllm_server_base_url=vllm,

@@ -1,4 +1,4 @@
-"""Compiles a replica's kernels into numba's cache when its image is built: containers then start faster."""
+"""Compiles a replica's kernels into numba's cache when its image is built, so containers start faster."""
 
 import tempfile
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The gate of the public port: it passes only the routes listed here, and checks key, body and limits.
 
-It stands before every app of the Space, so a route that some library adds is closed until it is listed here.
-It compares each path as it was sent, before anything decodes it. A refusal is a sentence that names the fix,
-in the form that OpenAI's clients expect.
+The gate stands before every app of the Space, so a route that some library adds is closed until you list it
+here. The gate compares each path as the client sent it, before anything decodes it. A refusal is a sentence
+that names the fix, in the form that OpenAI's clients expect.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from space_guard.requests import (
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
-LEAST = 256 << 10  # a visitor's body counts as this many bytes at least, because it holds a connection
+LEAST = 256 << 10  # a visitor's body counts as this many bytes at least, as its request holds a connection
 # The budget of one address: how much it gains per second, and how much it can save up. The cost of a route
 # is about the milliseconds of this process that a request takes; the lanes limit what vLLM computes.
 RATE = (200.0, 2000.0)
@@ -54,7 +54,7 @@ class Route:
     cost: float = 1.0
 
 
-_FILE = r"(/[\w-][\w.-]*)+"  # no part of it begins with a dot
+_FILE = r"(/[\w-][\w.-]*)+"  # no part of the path begins with a dot
 ROUTES = (
     Route("/", cost=2.0),
     Route("/", "HEAD", cost=2.0),
@@ -62,7 +62,7 @@ ROUTES = (
     Route("/status"),
     Route("/v1/models", lane="reading"),
     Route("/v1/(chat/)?completions", "POST", lane="inference", keyed=True, body="completion", cost=10.0),
-    # A poke only says "look at the bucket now". It needs the key if inference does, because all replicas
+    # A poke only says "look at the bucket now". A poke needs the key if inference does, because all replicas
     # of a user share one quota of requests to the Hub.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)", lane="reading", cost=5.0),
@@ -77,7 +77,7 @@ ROUTES = (
 )
 
 # Only these headers reach the apps, so keys and tokens do not. Given an `Origin`, Gradio would answer with
-# CORS headers that let any site read the answer. The host is replaced, as a client can set it to anything.
+# CORS headers that let any site read the answer. The host is replaced, because a client can send any.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent"
     b" x-policy-min-sync".split()
@@ -94,7 +94,7 @@ class Gate:
     key: str  # opens the keyed routes; if it is empty, they are open to everyone who can reach this machine
     lanes: Mapping[str, Lane]  # the limits by the names in `Route.lane`; a lane that is missing has no limit
     readers: "Mapping[str, Completions | DashboardCalls]"  # check bodies, by the names in `Route.body`
-    open_inference: bool = False  # no route needs the key; clients with it keep their reserve
+    open_inference: bool = False  # no route needs the key; clients with the key keep their reserve
     rate: RateLimit = field(default_factory=lambda: RateLimit(*RATE))
     arriving: Lane = field(default_factory=lambda: Lane(ARRIVING))
 
@@ -166,7 +166,7 @@ class Gate:
 
 
 def find_route(scope: Scope) -> Route:
-    """The route of a request. Raises `HTTPException` if it is not listed."""
+    """The route of a request. Raises `HTTPException` if no listed route matches."""
     path = scope["raw_path"].decode("latin-1")
     known = {route.method: route for route in ROUTES if re.fullmatch(route.path, path, re.ASCII)}
     if not known:
@@ -182,9 +182,9 @@ BYTES_PER_TOKEN = 16  # in a body, per token of context: a token id takes 8, an 
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together
-# vLLM makes a grammar from these fields. It goes on compiling a grammar even if the client hangs up.
+# vLLM makes a grammar from these fields. vLLM goes on compiling a grammar even if the client hangs up.
 GRAMMARS = "structured_outputs", "response_format"
-MAX_ENTRIES = 1024  # of any list, except the inputs
+MAX_ENTRIES = 1024  # of any list or object, except the inputs
 INPUTS = "prompt", "messages"
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (
@@ -211,8 +211,8 @@ class Completions:
         return MAX_BODY if context is None else min(MAX_BODY, OTHER_BYTES + BYTES_PER_TOKEN * context)
 
     def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
-        """The body, unchanged, and how many completions it asks for. Raises `ValueError` if vLLM must not get
-        it."""
+        """Return the unchanged body, and how many completions it asks for. Raises `ValueError` for a body
+        that vLLM must not get."""
         asked = None
         with suppress(ValueError, RecursionError):
             asked = json.loads(body)  # as vLLM reads it
@@ -263,7 +263,7 @@ class _Call(BaseModel, strict=True):
 class DashboardCalls:
     """Checks calls of the dashboard's events, so that only texts reach Gradio.
 
-    Gradio accepts the description of a file in place of any value, and fetches it with this machine's access.
+    Gradio accepts a file's description instead of any value, and fetches the file with this machine's access.
     """
 
     events: Mapping[int, int]  # the number of each event -> how many inputs it has

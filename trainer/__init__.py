@@ -2,5 +2,5 @@
 
 import os
 
-# TRL warns at import that async GRPO is experimental; `compat` warns of releases that were not tested.
+# Silence TRL's warning that async GRPO is experimental, because `compat` warns of untested releases.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

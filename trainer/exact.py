@@ -1,7 +1,7 @@
-"""Exact old policies: each token's old log-probability is computed with the weights that generated it.
+"""Exact old policies: each token's old log-probability is computed with the weights that made the token.
 
 The sync of each token is known. A second model is moved to that sync's weights by undoing or repeating the
-syncs in between. `docs/how-it-works.md` says why, and what the metrics `exact/*` mean.
+syncs in between. `docs/how-it-works.md` explains why, and what the metrics `exact/*` mean.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class PastPolicy:
         self.log, (self.sync,) = log, log.syncs
 
     def keep_up(self) -> None:
-        """Leave the log's oldest sync: a publish may drop it, and `roll` starts at logged syncs only."""
+        """Leave the log's oldest sync: a publish may drop it, and `roll` can start only at a logged sync."""
         if self.log.syncs[0] == self.sync != self.log.syncs[-1]:
             self.roll(self.log.syncs[1])
 
@@ -64,7 +64,7 @@ class PastPolicy:
 
     @torch.no_grad()
     def log_probs(self, queries: Iterable[dict[str, Any]]) -> LogProbs:
-        """Return the log-probabilities of all queries in order, at the policy's temperature: float32."""
+        """Return all queries' log-probabilities at the policy's temperature, in order: float32 [asked]."""
         rows = [TreeRow()]
         for query in queries:
             if rows[-1].samples and self._token_budget and not rows[-1].fits(query, self._token_budget):
@@ -75,14 +75,14 @@ class PastPolicy:
 
 
 def query(input_ids: NDArray[np.int64], asked: Mask) -> dict[str, Any]:
-    """Make a sample for `TreeRow`. `input_ids`: int64 [n]. `asked`: bool [n], the tokens whose
-    log-probabilities to compute; the first token must not be among them."""
+    """Make a sample for `TreeRow`. `input_ids`: int64 [n]. `asked`: bool [n], True for each token
+    whose log-probability is wanted; the first token must be False."""
     sample = {"input_ids": input_ids, "completion_mask": asked.astype(np.int64)}
     return sample | {"old_log_probs": np.zeros(len(input_ids)), "advantage": 0.0, "group_id": 0}
 
 
 def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Compute the log-probabilities of one packed row's tokens, as in `AsyncGRPOTrainer.compute_loss`."""
+    """Compute the log-probabilities of one packed row's tokens, as `AsyncGRPOTrainer.compute_loss` does."""
     device = next(model.parameters()).device
     packed = {key: column.to(device) for key, column in packed.items()}
     longest_q, longest_k = packed["tree_max_seqlens"].tolist()
@@ -107,10 +107,10 @@ def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
 
 
 class ExactSamples(TrainerCallback):
-    """Wraps TRL's queue of samples, and makes their old log-probabilities exact when they are taken.
+    """Wraps TRL's queue of samples. A taken sample has exact old log-probabilities.
 
-    `get` handles all waiting samples together, at most a batch. If the log lacks the weights of any of a
-    sample's trained tokens, the sample keeps the engine's log-probabilities, and is counted.
+    `get` handles all waiting samples together, at most a batch. If the log lacks the sync of a trained
+    token, the token's sample keeps all the engine's log-probabilities, and is counted.
     """
 
     def __init__(self, samples: Any, past: PastPolicy, trainer: Any, publisher: Publisher) -> None:
@@ -118,7 +118,7 @@ class ExactSamples(TrainerCallback):
         self._ready: deque[TracedSample] = deque()
 
     def on_train_begin(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        # A sample may be `max_staleness` syncs old. Keep one more, because the next sync drops the oldest.
+        # A sample may be `max_staleness` syncs old. Keep one more sync, because the next drops the oldest.
         self._past.begin(self._trainer.model, self._publisher.keep_undo_log(args.max_staleness + 1))
 
     def on_step_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:

@@ -14,7 +14,7 @@ ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact
 def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, int]:
     """Bytes on the GPU of each rank, by purpose. Empty if `model` has no readable config of a language model.
 
-    `options`: the settings; missing ones have the trainer's defaults. `shards`: the ranks of FSDP.
+    `options`: the settings; missing ones have the trainer's defaults. `shards`: number of FSDP's ranks.
     """
     try:
         config = AutoConfig.from_pretrained(model)
@@ -53,6 +53,6 @@ def problem(needs: Mapping[str, int], room: int) -> str:
 
 
 def words(needs: Mapping[str, int]) -> str:
-    """The sum and each part, in GB."""
+    """The sum and each part as text, in GB."""
     each = ", ".join(f"{name} {need / 1e9:.1f}" for name, need in needs.items())
     return f"{sum(needs.values()) / 1e9:.0f} GB ({each})"

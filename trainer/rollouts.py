@@ -1,7 +1,7 @@
 """Collects rollouts from several replicas and records which sync's weights generated each token.
 
-This adapts TRL's rollout worker: it chooses a replica for each game, changes to another if that one fails,
-and labels each sample with the syncs that the replicas report.
+This module extends TRL's rollout worker. The worker then chooses a replica for each game, changes to another
+replica if the first fails, and labels each sample with the syncs that the replicas report.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ MODEL_NAME = "policy"  # the name under which every replica serves its model
 UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync no replica reported
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
-_MIN_SYNC = "X-Policy-Min-Sync"  # a replica with older weights refuses the request
+_MIN_SYNC = "X-Policy-Min-Sync"  # a replica whose weights are older than this sync refuses the request
 _REST_S = 2.0  # seconds in which a replica that failed gets no request
 _CONNECT_S = 20.0
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
@@ -47,7 +47,7 @@ _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 @dataclass(slots=True, kw_only=True)
 class TracedSample(RolloutSample):
-    """TRL's sample, and the sync whose weights generated each of its tokens: int64 [tokens]."""
+    """TRL's sample, with the sync whose weights generated each token, or `UNKNOWN`: int64 [tokens]."""
 
     token_syncs: TokenSyncs
 
@@ -57,7 +57,7 @@ class Router:
 
     A conversation begins at the replica with the fewest conversations, and stays there, because the earlier
     turns are in the prefix cache of that replica. If the replica fails or is removed, the conversation goes
-    on at another one that answers, if there is one. Nothing is lost, because each request has the whole
+    on at another replica that answers, if any does. Nothing is lost, because each request contains the whole
     conversation.
     """
 
@@ -67,9 +67,9 @@ class Router:
         self._until = defaultdict[str, float](float)  # when a replica that failed may be asked again
 
     def choose(self, now: str, failed: bool = False) -> tuple[str, float]:
-        """The replica for the next request of a conversation, and in how many seconds to send the request.
+        """Return the replica for a conversation's next request, and the seconds to wait before that request.
 
-        `now` is the replica of the last request ("" for the first one), and `failed` whether it failed.
+        `now`: the replica of the last request ("" if there was none). `failed`: whether that request failed.
         """
         clock, urls = time.monotonic(), self._fleet.urls()
         if failed:
@@ -82,7 +82,7 @@ class Router:
         return found, max(0.0, self._until[found] - clock)
 
     def ended(self, url: str) -> None:
-        """The conversation at this replica has ended."""
+        """Note that a conversation at this replica has ended."""
         self._busy[url] -= 1
 
 
@@ -90,15 +90,15 @@ class Conversation:
     """The replica of one conversation, and the syncs whose weights generated its answers."""
 
     def __init__(self) -> None:
-        self.replica = ""  # of the last request
+        self.replica = ""  # the replica that got the last request
         self._oldest: list[int] = []
         self._turns: list[TurnRecord] = []  # with syncs in place of log-probabilities
 
     def add_turn(
         self, prompt_ids: list[int], output_ids: list[int], headers: Mapping[str, str], own: bool, last: int
     ) -> None:
-        """Record an answer and the syncs that its headers name. If an earlier trainer made them (not `own`),
-        only syncs up to `last` count: until then, both trainers had the same weights."""
+        """Record an answer and the syncs that its headers name. If an earlier trainer published them (not
+        `own`), only syncs up to `last` count: up to `last`, both trainers had the same weights."""
         oldest = int(headers.get("x-policy-sync", 0))
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
         syncs = np.full(len(output_ids), UNKNOWN)
@@ -119,8 +119,8 @@ _conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("co
 
 
 class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
-    """TRL's loop in its child process. A sample's `model_version` is the sync of the oldest weights that
-    generated a token of its conversation. TRL itself uses the newest sync when the sample's group begins."""
+    """TRL's loop, which runs in a child process. Here a sample's `model_version` is the oldest sync whose
+    weights generated a token of the conversation. In TRL, it is the newest sync when the group begins."""
 
     _env_tools: dict[str, Any]
 
@@ -138,9 +138,9 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         os.nice(nice)
         self._router, self._writer_term, self._max_staleness = Router(fleet), writer_term, max_staleness
         self._prompts, self._later = (progress.prompts, progress.later) if progress else (0, ())
-        self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # rollout id -> rows, until it is scored
+        self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until the rollout is scored
         super().__init__(**kwargs)
-        # Convert tools and template once. TRL would do so in each turn, which takes longer than a request.
+        # Convert tools and template once. TRL would do this in each turn, which takes longer than a request.
         if self.environment_factories is not None:
             self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
         if template := getattr(self.tokenizer, "response_template", None):
@@ -158,7 +158,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
 
     async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
         conversation = Conversation()
-        _conversation.set(conversation)  # each conversation has its own task, and so its own context
+        _conversation.set(conversation)  # each conversation has its own asyncio task, and so its own context
         spaces.connections.set(self.session)
         try:
             rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
@@ -222,7 +222,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
 
 
 class Syncs(ctypes.Structure):
-    """Shared with the child process: the trainer's newest sync, and the newest sync that it inherited."""
+    """Shared with the child process: the newest sync, and the newest inherited from an earlier trainer."""
 
     _fields_ = (("value", ctypes.c_int), ("inherited", ctypes.c_int))
 
@@ -236,7 +236,7 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Accept the earlier trainer's syncs up to `sync`: until then, both trainers had the same weights."""
+        """Accept the earlier trainer's syncs up to `sync`: up to it, both trainers had the same weights."""
         self._model_version_value.inherited = sync
 
 
@@ -249,9 +249,9 @@ def make_worker(
     writer_term: int,
     progress: Progress | None,
 ) -> ReplicaRolloutWorker:
-    """Build TRL's worker from `config`, but for several replicas. It resumes from `progress`."""
+    """Build a rollout worker for several replicas, with TRL's options in `config`; resume `progress`."""
     tokenizer, inflight = AutoTokenizer.from_pretrained(settings.model), config.max_inflight_tasks
-    if inflight < 0:  # TRL's rule: no more samples than it can train on before they are too old
+    if inflight < 0:  # TRL's rule: no more samples than can be trained on before they are too old
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         inflight = max(config.max_staleness, 1) * batch
     same = (  # options with the same name in TRL's worker

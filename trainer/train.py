@@ -1,4 +1,4 @@
-"""Asynchronous GRPO whose weights reach its vLLM replicas only through a bucket.
+"""Asynchronous GRPO, in which weights reach the vLLM replicas only through a bucket.
 
     python -m trainer.train --config trainer/configs/wordle_tiny.yaml --bucket hf://buckets/me/wordle \\
         --run first --replicas https://me-vllm.hf.space --env_url https://me-wordle.hf.space
@@ -45,7 +45,7 @@ def main() -> None:
     """Parse the command line and train. Expected errors print one sentence instead of a traceback."""
     logging.basicConfig(format="%(name)s: %(message)s")
     # The publisher's thread shares the interpreter with the training. With Python's usual switch interval of
-    # 5 ms, each of that thread's many short calls could wait that long.
+    # 5 ms, each of that thread's many short calls could wait for 5 ms.
     sys.setswitchinterval(0.0005)
     settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config()
     if config.use_cpu and not (
@@ -119,7 +119,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             with peers.fail_together():
                 spaces.wait()  # until a replica serves a version
             gc.collect()
-            gc.freeze()  # without it, each garbage collection scans all imports, for a fifth of a second
+            gc.freeze()  # without this, each garbage collection scans all imports, for a fifth of a second
             trainer.begin()  # each sync calls `Publisher.publish`
 
         if stop.signal:
@@ -178,7 +178,7 @@ class PolicyTrainer(BucketGRPOTrainer):
     """Trains norms and biases at `norm_rate`, or if that is 0, at `learning_rate` like all other weights.
 
     Norms are a thousandth of the weights or less, and decide how confident a policy is. More confidence is
-    the first thing that RL teaches. With their own rate, norms learn it while few other weights change.
+    the first thing that RL teaches. With their own rate, norms learn this while few other weights change.
     """
 
     norm_rate = 0.0

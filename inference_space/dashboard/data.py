@@ -1,4 +1,4 @@
-"""Reads the bucket for the dashboard, once for all viewers: for the live page, and for what a viewer opens.
+"""Reads the bucket for the dashboard, once for all viewers: the live page, and whatever viewers open.
 
 `RunCache` follows the run in one thread. `Library` answers from caches. `RateLimitedBucket` limits what
 visitors make the dashboard read, because replicas and the trainer need the owner's quota.
@@ -28,12 +28,12 @@ from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # seconds between two readings while there are viewers
 IDLE_S = 60.0  # seconds between two readings without viewers
-LIST_EVERY_S = 5.0  # a listing is reused for this many seconds, times its number of pages (of 1,000 objects)
+LIST_EVERY_S = 5.0  # seconds for which a listing is reused, for each 1,000 objects that it has
 FAILED_S = 300.0  # seconds until a damaged object is read again: it may have been repaired
-MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
-MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
+MAX_REBUILD = 1_000_000_000  # most bytes of files from which a dashboard rebuilds a version for a proof
+MAX_DOWNLOAD = 256_000_000  # most bytes of an object that a visitor may download through the dashboard
 WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's own
-CALLS = 240  # per window; a call makes up to 3 requests. The Hub allows a free user 1,000, for files 5,000
+CALLS = 240  # per window, of up to 3 requests each; the Hub allows a free user 1,000, and 5,000 for files
 BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10
@@ -56,7 +56,7 @@ class RunView:
     revision: int = 0
     model: str | None = None
     read: bool = False  # the bucket was read at least once
-    events_read: int = 0  # of the log so far, during its first reading
+    events_read: int = 0  # during the first reading of the log: the events read so far
     problem: str | None = None  # why the bucket could not be read just now
     skipped: int = 0  # lines of the log that are not events
     quiet_min: int = 0  # whole minutes without an event
@@ -68,7 +68,7 @@ class RunView:
 class RunCache:
     """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
-    If `run` is None, the cache takes the newest run that it finds, and keeps it until its run.json is gone.
+    If `run` is None, the cache takes the newest run that it finds, and keeps that run until run.json is gone.
     For the replica that hosts the dashboard, the page shows the status from `own_status`, not from the log.
     """
 
@@ -109,7 +109,7 @@ class RunCache:
         own, problem = None, None
         try:
             if self._own_status:
-                # Without its time, which would make every refresh look like a change.
+                # Without the status's time, which would make every refresh look like a change.
                 own = self._own_status().model_copy(update={"t": 0.0})
             self._read(own)
         except errors.DeltaWeightSyncError as error:
@@ -154,7 +154,7 @@ class RunCache:
         self._learn_digests(RunReader(self._bucket, info.run), own)
 
     def _find(self) -> RunInfo | None:
-        """Return the description of the run to show, read again only if the object changed."""
+        """Return the description of the run to show; read it again only if its object changed."""
         name = self._run or (self._info.run if self._info else None)
         found = self._bucket.stat(Keys(name).info) if name else None
         known = self._infos(found) if found else None
@@ -167,7 +167,7 @@ class RunCache:
         wanted = served - digests.keys()
         asked = (wanted, self.state.seen.version)
         self._lookups = asked, self._lookups[1] + 1 if asked == self._lookups[0] else 1
-        if not wanted or self._lookups[1] > _DIGEST_TRIES:  # a replica may name a version that never was
+        if not wanted or self._lookups[1] > _DIGEST_TRIES:  # a replica may name a version that never existed
             return
         for manifest in islice(run.versions(), _DIGESTS_BACK):
             if manifest.version in wanted:
@@ -188,7 +188,7 @@ def newest_run(bucket: Bucket) -> RunInfo | None:
 
 
 def read_info(bucket: Bucket, key: str) -> RunInfo | None:
-    """Read a run's description, None if it is missing. Raises `ProtocolError` if it is damaged."""
+    """Read a run's description. Returns None if it is missing; raises `ProtocolError` if it is damaged."""
     try:
         info = parse(RunInfo, bucket.get(key), key)
     except errors.ObjectMissingError:
@@ -206,7 +206,7 @@ Answer = TypeVar("Answer")
 class AnswerCache(Generic[Question, Answer]):
     """Computes each answer once, one at a time, and keeps the most recently used answers.
 
-    The sizes of the kept answers, by `weigh`, sum to at most `room`; the newest answer is always kept. A
+    The kept answers' sizes, which `weigh` returns, sum to at most `room`; the newest answer is always kept. A
     `ProtocolError` or `CodecError` is kept, too, and raised again for `FAILED_S` seconds without a new try.
     """
 
@@ -214,7 +214,7 @@ class AnswerCache(Generic[Question, Answer]):
     room: int
     weigh: Callable[[Answer], int] = lambda _: 1
     clock: Clock = time.monotonic
-    # Answer, weight, and time at which it expires.
+    # By question: answer or error, its weight, and the time at which the question is answered again.
     _kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -246,7 +246,7 @@ class Download:
 
 
 class Library:
-    """Reads parts of a run on demand, and caches them. `run` returns its name, None before there is a run."""
+    """Reads parts of a run on demand, and caches them. `run` returns the run's name, None without a run."""
 
     def __init__(self, bucket: Bucket, run: Callable[[], str | None], clock: Clock = time.monotonic) -> None:
         self.bucket, self._run, self._clock = bucket, run, clock
@@ -269,7 +269,7 @@ class Library:
         return name
 
     def objects(self) -> Listing:
-        """The run's objects, listed again after `LIST_EVERY_S` seconds per page, if the limit allows it."""
+        """The run's objects, listed again if the last listing is too old and the rate limit allows it."""
         with self._lock:
             at, run, listing = self._listed
             if run == self.run and self._clock() - at <= LIST_EVERY_S * (1 + len(listing) // _PAGE):
@@ -286,7 +286,7 @@ class Library:
         return manifest, self._deltas(manifest)
 
     def verify(self, version: int) -> str:
-        """Rebuild a version from the bucket, and return the sentence that its digest is the published one.
+        """Rebuild a version from the bucket, and return a sentence that confirms its digest.
         Raises `ProtocolError` or `CodecError` if the digest differs, or if the model is too large."""
         return self._proofs(self._manifest(version))
 

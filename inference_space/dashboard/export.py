@@ -60,7 +60,7 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
 
 
 def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
-    """Write the page of `web/`, and the run if browsers cannot read the bucket. False: run too large."""
+    """Write the page of `web/`, and the run if browsers cannot read it. Returns False if it is too large."""
     shutil.rmtree(folder, ignore_errors=True)
     keys, place, copied = Keys(run), bucket.url, []
     if not _is_public(bucket.url):
@@ -126,7 +126,7 @@ def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[
 
 
 def _delta(library: Library, version: int) -> tuple[Manifest, views.OpenedDelta] | None:
-    """Open a delta. Returns None if the bucket no longer has all of it."""
+    """Open a delta. Returns None if the delta is damaged, or no longer complete in the bucket."""
     try:
         return library.delta(version)
     except (ObjectMissingError, ProtocolError, CodecError) as error:

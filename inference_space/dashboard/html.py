@@ -1,6 +1,6 @@
 """Formats values for people, renders the templates, and reads the page's scripts and style sheets.
 
-Templates escape every value, so that it cannot become a tag; only `Markup` is inserted as it is.
+Templates escape every value, so that no value can become a tag; only `Markup` is inserted unchanged.
 """
 
 import re

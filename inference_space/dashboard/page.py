@@ -1,7 +1,7 @@
-"""The dashboard as part of a FastAPI app: its page, the tab of its owner, and the routes of its views.
+"""The dashboard as part of a FastAPI app: its page, the owner's tab, and the routes of the other tabs.
 
 Gradio's page is empty until its scripts have run. So `prerendered` inserts styles, scripts and the rendered
-run into it; `static/prerender.js` removes that copy of the run when Gradio shows its own.
+run into that page; `static/prerender.js` removes the inserted run when Gradio shows its own copy.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from space_guard.requests import FRAMING
 if TYPE_CHECKING:  # the dashboard also runs without a replica
     from delta_weight_sync.vllm.follower import Commands as Controls
 
-# Gradio writes the request's host name into its page. `prerendered` asks under this name, and replaces it by
-# `location.origin`.
+# Gradio writes the request's host name into its page. `prerendered` requests the page under this name,
+# and replaces the name by `location.origin`.
 _NAME = "dashboard.invalid"
 _SESSIONS = 512  # open pages whose revision is remembered; to a forgotten page, the run is sent again
 
@@ -71,8 +71,8 @@ def space_author() -> str:
 
 
 def login_problem() -> str:
-    """Say why visitors cannot log in here, and the fix; empty if they can. Outside of a Space, Gradio would
-    log every visitor in as this machine's account."""
+    """Return why visitors cannot log in here, and the fix; empty if they can. Outside of a Space, Gradio
+    would log every visitor in as this machine's account."""
     if not os.environ.get("SPACE_ID"):
         return "Login with Hugging Face works only in a Space."
     if get_space() is None:  # Gradio's own condition
@@ -83,7 +83,7 @@ def login_problem() -> str:
 
 
 def owner_tab(controls: Controls, owner: Owner) -> None:
-    """Add the tab's components to the Blocks that are being built."""
+    """Add the components of the owner's tab to the Blocks that are being built."""
 
     def pin(version: str) -> None:
         if not version.strip().isdecimal():
@@ -104,7 +104,7 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
             gr.Button("Heal"): lambda _: controls.heal(),
         }
     with gr.Row():
-        version = gr.Textbox(label="Version")  # a Number would log a traceback for text
+        version = gr.Textbox(label="Version")  # a gr.Number would log a traceback for text
         acts[gr.Button("Pin this version")] = pin
     answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
     gr.HTML(render_template("actions.html"), apply_default_css=False)
@@ -120,7 +120,7 @@ def describe(controls: Controls) -> Markup:
 def guarded(
     controls: Controls, owner: Owner, act: Callable[[str], None]
 ) -> Callable[[str | None, str | None, gr.OAuthProfile | None], tuple[str, str]]:
-    """Let only the owner `act`. The handler returns what the replica follows, and why `act` was refused."""
+    """Make a handler that lets only the owner `act`, and returns what the replica follows and any refusal."""
 
     # Gradio fills in the profile from its signed session; a visitor cannot send a profile.
     def run(key: str | None, version: str | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
@@ -181,7 +181,7 @@ def render(view: data.RunView) -> Markup:
 
 
 def body(run: Progress, view: data.RunView | None = None) -> Markup:
-    """Render a run: its figures and curves or, with the `view` of a run that starts, how far it is."""
+    """Render a run's figures, with its curves or, if the run has no step yet (`view`), with its start."""
     (syncs, axis), drawn = timeline(run), charts(run)
     return render_template("run.html", run=run, charts=drawn, syncs=syncs, axis=axis, view=view)
 
@@ -260,7 +260,7 @@ def mount(
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
     Mount the dashboard after the app's own routes: it answers every other path. `app.state.dashboard_events`
-    maps the number of each Gradio event handler to its number of inputs; the gate checks calls with it.
+    maps the number of each Gradio event handler to its number of inputs; the gate checks calls against these.
 
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.

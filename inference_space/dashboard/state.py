@@ -1,4 +1,4 @@
-"""The state of a run, updated event by event, and its `Progress`: what a page shows of one moment.
+"""The state of a run, updated event by event, and its `Progress`: what a page shows of the run at one moment.
 
 Neither the cost of an event nor the size of a `Progress` grows with the run.
 """
@@ -15,14 +15,14 @@ from typing import NamedTuple
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 
-POINTS = 300  # of a curve: more than a screen shows
+POINTS = 300  # points of a curve, more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
 _MEAN = 20  # steps in the first and in the last mean reward; fewer in a short run, so that no step is in both
-_UNSETTLED = 64  # versions whose slowest commit is known: a replica may commit a version late
-_ROWS = 12  # of the table of syncs
+_UNSETTLED = 64  # versions whose slowest commit is kept, because a replica may commit a version late
+_ROWS = 12  # rows of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
 _STEPS = 256  # changes of a replica's version in that chart
-_REPLICAS = 128  # shown; if there are more, the replica that was silent longest is dropped
+_REPLICAS = 128  # replicas shown; of more, the replica that was silent longest is dropped
 _MEDIANS = 1 << 16  # a median of at most this many values is exact
 # The curves of a run. The points are (version, value) up to "saved", and (step, value) after that.
 _CURVES = (
@@ -36,7 +36,7 @@ _CURVES = (
     "invalid",  # share of the guesses
     "staleness",  # syncs between a sample's weights and the trainer's
 )
-_PEAKS = {"anchors", "pauses", "staleness"}  # merged points keep their maximum; in other curves, the mean
+_PEAKS = {"anchors", "pauses", "staleness"}  # merged points become their maximum; in other curves, their mean
 _METRICS = {
     "games/solve_rate": "solved",
     "games/invalid_rate": "invalid",
@@ -54,7 +54,7 @@ class Replica:
 
     status: ReplicaEvent
     lag_s: float | None = None  # of its last commit: seconds since the trainer's hand-over
-    versions: Series = ()  # (unix seconds, version): each change; in a `Progress`, only those in the chart
+    versions: Series = ()  # (unix seconds, version) of each change; in a `Progress`, of those in the chart
     lags: Series = ()  # (version, seconds); only in a `Progress`
 
     def report(self, status: ReplicaEvent, t: float) -> "Replica":
@@ -69,7 +69,7 @@ class Replica:
 class Progress:
     """Everything a page shows of a run with at least one version. `RunState` fills it in, event by event."""
 
-    version: int = -1  # -1 before the first one
+    version: int = -1  # -1 before the first version
     last_t: float = 0.0  # unix seconds of the last event
     done: DoneEvent | None = None
     full_bytes: int = 0
@@ -77,8 +77,8 @@ class Progress:
     sent_full_bytes: int = 0  # what the same syncs would have sent as whole checkpoints
     group: StepEvent | None = None  # the newest step whose rollouts were recorded
     # The next fields are computed when a page needs them.
-    digests: Mapping[int, str | None] = field(default_factory=dict)  # published; of versions in reports
-    payload_bytes: float | None = None  # median delta
+    digests: Mapping[int, str | None] = field(default_factory=dict)  # published; of the versions in reports
+    payload_bytes: float | None = None  # median of the deltas
     anchor_every: float | None = None  # median versions between the last anchors; None before the second
     pause_ms: float | None = None  # median
     worst_pause_ms: float | None = None
@@ -93,17 +93,17 @@ class Progress:
     reward_lately: float | None = None  # mean of the last steps
 
     def behind(self, replica: ReplicaEvent) -> int | None:
-        """Return how many versions a replica is behind; None if it serves none."""
+        """Return how many versions a replica is behind; None if it serves no version."""
         return None if replica.version is None else self.version - replica.version
 
     def matches(self, report: ReplicaEvent | DoneEvent) -> bool | None:
-        """Compare a digest with the published one; None if either is not known."""
+        """Compare a digest with the published one; None if one of the two is not known."""
         digest = None if report.version is None else self.digests.get(report.version)
         return None if digest is None or report.digest is None else digest == report.digest
 
 
 class Start(NamedTuple):
-    """How far a run has come that has made no step yet. Times are unix seconds; None: not yet."""
+    """How far a run has come before its first step. Times are unix seconds; None: not yet."""
 
     published_t: float | None  # version 0
     served_t: float | None
@@ -114,10 +114,10 @@ class Start(NamedTuple):
 
 
 class Curve:
-    """A curve of at most `POINTS` points and the newest one, however many are added.
+    """A curve of at most `POINTS` points and the newest one, however many points are added.
 
-    When the curve is full, neighbouring points are merged in pairs: a drawn point is the mean of the
-    points that it stands for. With `peaks`, it is their maximum, so that spikes stay visible.
+    When the curve is full, neighbouring points are merged in pairs: a drawn point is then the mean
+    of several points. With `peaks`, its y is their maximum, so that spikes stay visible.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
@@ -327,7 +327,7 @@ def moments(newest: int) -> list[int]:
 
 
 def _stride(newest: int) -> int:
-    """The versions between two moments. It only ever doubles, so no version becomes a moment later."""
+    """The versions between two moments. The stride only doubles, so no version becomes a moment later."""
     return 1 << math.ceil(math.log2(max(1, newest / (FRAMES - 1))))
 
 
@@ -336,7 +336,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _insert(ordered: list[float], value: float) -> None:
-    """Insert `value` in order. If there are too many, drop every second one, but not the largest."""
+    """Insert `value` in order. If there are too many values, drop every second, but not the largest."""
     insort(ordered, value)
     if len(ordered) > _MEDIANS:
         del ordered[-2::-2]

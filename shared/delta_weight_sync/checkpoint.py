@@ -1,6 +1,6 @@
 """Reads Hugging Face checkpoints as bf16 bits, `{name: uint16 array}`, and writes bits as checkpoints.
 
-Only casts need torch, which takes seconds to import; mapping a file's bf16 bits does not.
+Only casts import torch, which takes seconds; mapping a file's bf16 bits does not need torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from delta_weight_sync.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS = "model.safetensors"  # of a checkpoint in one file
-INDEX = f"{WEIGHTS}.index.json"  # next to the weights, if they are in several files
+WEIGHTS = "model.safetensors"  # the weights of a checkpoint, if they are in one file
+INDEX = f"{WEIGHTS}.index.json"  # lists which file has which tensor, if there are several
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
 _HEAD = "lm_head.weight"
-_SAME = 0.01  # a policy keeps at least this share of a tensor's elements; unrelated models share fewer
+_SAME = 0.01  # policy and base have equal bits in this share of a tensor at least; other models in less
 _SHARDS = "model*.safetensors"
 # What a server reads besides the weights: config, tokenizer, chat template, processors.
 _FILES = (
@@ -39,7 +39,7 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 def to_bits(tensor: torch.Tensor) -> Bits:
-    """Cast `tensor` to bf16 and copy it: uint16 bits of the same shape, C-contiguous, on the host.
+    """Return a copy of `tensor` as bf16 bits: uint16, of the same shape, C-contiguous, on the host.
 
     Host tensors are rounded as by `codec.nearest`, because torch's bits of a NaN depend on the machine.
     """
@@ -72,7 +72,7 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]:
-    """Yield (name, bf16 bits) of tensors of a `.safetensors` file, each in its shape.
+    """Yield (name, bf16 bits) of the tensors `names` of a `.safetensors` file, in their shapes.
 
     Raises `CheckpointError` for floats of 8 bits or fewer, as in a quantized checkpoint.
     """
@@ -88,7 +88,7 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]
 def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
     """Map the bf16 tensors of a `.safetensors` file into memory, as uint16 arrays.
 
-    In mode "r+", writing to an array changes the file. Raises `SafetensorError` for any other kind of file.
+    In mode "r+", writing to an array changes the file. Raises `SafetensorError` for other kinds of files.
     """
     with safe_open(path, framework="numpy"):  # checks that every tensor lies inside the file
         pages = np.memmap(path, np.uint8, mode).view(np.ndarray)
@@ -128,7 +128,7 @@ def write_bits(shapes: Shapes, bits: Callable[[str], Bits], path: Path) -> None:
 
 
 class Base:
-    """The checkpoint that a run starts from: a folder, or a model on the Hub. Its weights may be missing."""
+    """The checkpoint that a run starts from: a folder, or a model on the Hub. Weights may be missing."""
 
     def __init__(self, source: str | Path) -> None:
         """Find the checkpoint; raises `CheckpointError`."""
@@ -166,7 +166,7 @@ class Base:
 
         Args:
             trained: Shapes of the tensors that the trainer publishes.
-            bits: Returns the bits of one of these tensors.
+            bits: Returns the bits of one of these tensors, by name.
 
         Raises:
             CheckpointError: The policy was not loaded from this checkpoint. Tensors whose names differ are

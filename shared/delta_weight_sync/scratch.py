@@ -13,7 +13,7 @@ PREFIX: Final = "delta-weight-sync-folder-"
 
 
 class Scratch:
-    """A temporary folder: removed with this object and at the end of the process.
+    """A temporary folder, which is removed with this object or at the end of the process.
 
     The process holds a lock on the folder. If it is killed, the lock is released, and the next `Scratch` of
     this user removes the folder.
@@ -43,7 +43,7 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether `folder` is no link, belongs to this user, and no process holds its lock."""
+    """Whether a killed process of this user left `folder`: it is no link, and no process holds its lock."""
     with suppress(OSError):
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

@@ -19,7 +19,7 @@ def kernel(function: Function) -> Function:
 
 
 def threads(cores: int) -> int:
-    """Threads to use on a machine with `cores` cores. The trainer or vLLM needs the other cores."""
+    """Number of threads to use on a machine with `cores` cores. The trainer or vLLM needs the other cores."""
     return min(16, max(1, cores // 2))
 
 
@@ -27,7 +27,7 @@ THREADS = threads(len(os.sched_getaffinity(0)))
 
 
 def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 0) -> Iterator[Result]:
-    """Yield `work(job)` of each job in order, on this many threads (0: `THREADS`).
+    """Yield `work(job)` of each job in order, computed on `threads` threads (0: on `THREADS`).
 
     `jobs` is read in the caller's thread, at most `threads` jobs ahead of the result that is yielded next.
     Exceptions of `work` and `jobs` pass through; jobs that have not begun are then dropped.
@@ -49,16 +49,16 @@ def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 
 
 
 def in_parts(work: Callable[[slice], Result], count: int, least: int) -> list[Result]:
-    """Call `work` on slices of `range(count)` of about `least` items or more, on up to `THREADS` threads."""
+    """Call `work` on slices of `range(count)`, of about `least` items or more, on up to `THREADS` threads."""
     parts = min(THREADS, max(1, count // least))
     cuts = [count * part // parts for part in range(parts + 1)]
     return [*in_order(work, map(slice, cuts, cuts[1:]), parts)]
 
 
 def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
-    """Send one of `outgoing` (numpy arrays) to each process of a torch group; returns what came, joined.
+    """Send `outgoing[i]` (a numpy array) to process i of a torch group. Returns the received arrays, joined.
 
-    `sizes`: the length of the array that each process sends here. All arrays have one dtype.
+    `sizes[i]` is the length of the array that process i sends to this one. All arrays have the same dtype.
     """
     import numpy as np  # imported here, because not every command needs them
     import torch
@@ -72,7 +72,7 @@ def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
 
 
 def size_text(size: float) -> str:
-    """Bytes, in powers of 1000: `8.9 GB`."""
+    """A number of bytes, in powers of 1000: `8.9 GB`."""
     return _scaled(size, ("B", "KB", "MB", "GB", "TB", "PB"))
 
 

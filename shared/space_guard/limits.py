@@ -34,7 +34,7 @@ Client = str | None  # a visitor's address, or None for a client with the key
 
 # The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. As the
 # client's address, uvicorn (`forwarded_allow_ips`) takes the last address in X-Forwarded-For outside of
-# these networks; a client can only forge addresses before that one.
+# these networks; a client can only forge addresses before that address.
 PROXIES = "127.0.0.0/8,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7"
 
 
@@ -57,7 +57,7 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: float  # seconds for a head, counted from the connection; for a later head, from its first byte
+    request_s: float  # seconds for the first head, from connecting on; for later heads, from the first byte
     unread_s: float  # seconds in which the client must read some of its answer
     head_bytes: int  # of a request, its body not counted
     keep_active: bool  # a visitor's connection is safe from eviction while its request is answered
@@ -178,13 +178,13 @@ class _Connection(HttpToolsProtocol):
 
 
 def limited_http(limits: Limits, max_visitors: int, key: str) -> type[HttpToolsProtocol]:
-    """The value of uvicorn's option `http`: a protocol with these limits for one server."""
+    """Make a protocol with these limits, for the option `http` of one uvicorn server."""
     shared = {"limits": limits, "max_visitors": max_visitors, "key": key, "visitors": {}}
     return type("Connection", (_Connection,), shared)
 
 
 def open_files(wanted: int) -> int:
-    """Let this process open `wanted` files, or as many as the system allows. Returns that number."""
+    """Let this process open `wanted` files, or fewer if the system's limit is lower. Returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # on Linux, neither is RLIM_INFINITY
     allowed = min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
@@ -213,8 +213,8 @@ class _Server(uvicorn.Server):
 def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: Any) -> None:
     """Serve `app` with uvicorn's `options` until SIGTERM or SIGINT; then the process ends within 30 s."""
     server = _Server(uvicorn.Config(app, **options))
-    # After it has stopped, uvicorn restores this handler and raises SIGTERM again: an ordinary exit, which
-    # removes temporary folders.
+    # After uvicorn has stopped, it restores this handler and raises SIGTERM again. The handler then exits
+    # in the ordinary way, which removes temporary folders.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with suppress(KeyboardInterrupt):
         server.run(sockets)
@@ -268,7 +268,7 @@ class LogLimit(logging.Filter):
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON; `extra={"fields": {...}}` adds to it."""
+    """Formats a record as one line of JSON; `extra={"fields": {...}}` adds fields to the line."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -51,7 +51,7 @@ HeaderText = Annotated[str, AfterValidator(_header_text)]
 
 
 class SpaceSettings(BaseModel):
-    """The settings of a Space: each field is the environment variable `PREFIX` + its name.
+    """The settings of a Space: each field is the environment variable `PREFIX` + the field's name.
 
     On the Hub, a Space needs a key that cannot be guessed, unless its setting `OPENING` is true.
     """
@@ -85,7 +85,7 @@ class SpaceSettings(BaseModel):
         return settings
 
     def problems(self, environ: Mapping[str, str]) -> Problems:
-        """What is wrong with the values of valid fields, and with other variables."""
+        """What is wrong with fields that have the right types, and with other variables."""
         return {}
 
     @classmethod
@@ -113,7 +113,7 @@ class Setup:
         """The app of a Space that is not set up: the page at /, its state at /health, and 503 elsewhere."""
         state, sentence = "not set up", self.sentence(problems)
         # Trainers read a replica's `state` and an environment's `status`; clients of a replica read `error`,
-        # and those of an environment `detail`.
+        # and clients of an environment read `detail`.
         body = {"status": state, "state": state, "detail": sentence, "error": sentence}
 
         async def answer(request: Request, _: Exception) -> Response:
@@ -132,7 +132,7 @@ class Setup:
         return answer
 
     def page(self, problems: Problems) -> str:
-        """The setup page. It reloads itself, so the Space's own page appears once the Space is set up."""
+        """The setup page. The page reloads itself, so the Space's own page appears after the setup."""
         items = ""
         for name in {**self.needs, **problems}:
             problem, need = problems.get(name, ""), self.needs.get(name, {})

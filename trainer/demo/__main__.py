@@ -38,7 +38,7 @@ RUN = "demo"
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 _TRAINER = Path(__file__).parents[1]
 _GPU_SHARE = "--gpu-memory-utilization 0.3"
-_TRAINING = 0.9  # share of the time; the rest is for the last version to be published and served
+_TRAINING = 0.9  # share of the time for training; in the rest, the last version is published and served
 _POLL_S = 0.5
 _QUIET_S = 3.0
 _ENOUGH = 40  # with fewer steps, the rewards of the first and the last tenth are mostly chance
@@ -51,7 +51,7 @@ class Policy:
     config: str
     max_model_len: int
     max_num_seqs: int
-    kv_cache_mib: int  # on a CPU; a larger cache makes vLLM start more slowly
+    kv_cache_mib: int  # for a replica on a CPU; with a larger cache, vLLM starts more slowly
 
 
 POLICIES = {
@@ -61,13 +61,13 @@ POLICIES = {
 
 
 class Progress:
-    """Prints the run's events as lines; a step only if the last line is at least three seconds old."""
+    """Prints the run's events as lines. Skips a step if the last line is less than three seconds old."""
 
     def __init__(self, minutes: float) -> None:
         self._started, self._all_s = time.monotonic(), 60 * minutes
         self._said = 0.0  # when the last line was printed
         self.events: list[Event] = []
-        self._serving, self._state = "none", ""  # of the replica: its version, and its state
+        self._serving, self._state = "none", ""  # the replica's version and state
 
     @property
     def seconds(self) -> float:
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=float, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    files = "folder for the run; deletes an earlier demo there; smollm2's checkpoint goes next to the folder"
+    files = "folder for the run; an earlier demo in it is deleted; smollm2's checkpoint goes next to it"
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < math.inf:
@@ -184,7 +184,7 @@ def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
         raise ChildError(problem)
     mark = folder / ".demo"
     if folder.exists() and not (folder.is_dir() and (mark.exists() or not any(folder.iterdir()))):
-        raise ChildError(f"{folder} holds other files: name an empty folder, or one of an earlier demo")
+        raise ChildError(f"{folder} holds other files: name an empty folder, or an earlier demo's folder")
     with exclusive(folder):
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "bucket").mkdir(parents=True)
@@ -204,7 +204,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
     games = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env), "WORDLE_REPLICA_URL": replica_url}
-    processes.start("env", ["env_space.app"], games, nice=10)  # as low as the rollouts that it serves
+    processes.start("env", ["env_space.app"], games, nice=10)  # the rollouts have the same low priority
     replica = replica_settings(policy, bucket_url, space, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
@@ -258,7 +258,7 @@ def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -
 def trainer_command(
     policy: Policy, model: Path, bucket_url: str, replica_url: str, env_url: str
 ) -> list[str]:
-    """Module and arguments of the trainer, without its time limit."""
+    """The trainer's module and arguments, without the time limit."""
     command = ["trainer.train", "--config", str(_TRAINER / "configs" / policy.config), "--model", str(model)]
     command += ["--bucket", bucket_url, "--run", RUN, "--replicas", replica_url, "--env_url", env_url]
     return command if gpu_build.is_installed() else [*command, "--use_cpu", "true"]

@@ -86,7 +86,7 @@ def _up(api: HfApi, arguments: Arguments) -> None:
         return
     hub.Account(api).require_write(owner)
     token = hub.require_read_only(api, os.environ.get("SPACE_HF_TOKEN", ""))
-    key = os.environ["SPACE_KEY"] = keys.space_key(owner)  # this process sends it, as a trainer does
+    key = os.environ["SPACE_KEY"] = keys.space_key(owner)  # this process sends the key, as a trainer does
     if trusted == NO_KEY_YET:
         plans = make_plan(owner, name, **options, trusted=_new_signing_key(api, owner, name))
     made = hub.apply(api, owner, name, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})

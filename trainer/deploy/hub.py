@@ -40,7 +40,7 @@ TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface
 PLAN = "Docker Spaces need PRO, Team or Enterprise"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
-_ERROR_LIMIT_S = 60.0  # how long an error may last: it may be from before the last change
+_ERROR_LIMIT_S = 60.0  # an error that lasts this long ends `up`; a shorter one may predate the last change
 _LOG_LINES = 15
 
 
@@ -52,7 +52,7 @@ def connect() -> HfApi:
         made.timeout = 60.0
         return made
 
-    configure_clients()  # first: `doctor` opens a bucket, which calls this, too, and would replace our client
+    configure_clients()  # first, because the first opened bucket would call this and replace our client
     set_client_factory(client)
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
@@ -60,7 +60,7 @@ def connect() -> HfApi:
 
 @contextmanager
 def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
-    """Turn the client's error into a `DeployError` about `what`. `variable` is the one with the token."""
+    """Turn an error of the Hub's client into a `DeployError` about `what`. `variable` holds the token."""
     try:
         yield
     except LocalTokenNotFoundError:
@@ -86,7 +86,7 @@ def _refusal(error: HfHubHTTPError, variable: str) -> str:
         403: f"the token in {variable} lacks this right (403): create one that may write at {TOKENS}",
         404: f"it does not exist, or this token may not see it (404): check its name and {variable}",
     }
-    text = re.sub(r"\?\S+", "", error.server_message or str(error))  # without the parameters of its URL
+    text = re.sub(r"\?\S+", "", error.server_message or str(error))  # without the parameters of a URL in it
     return known.get(status) or f"the Hub refused the request ({status}: {_one_line(text)})"
 
 
@@ -113,7 +113,7 @@ class Account:
         self._grants: Mapping[str, Any] = access.get("fineGrained") or {}
 
     def may_write(self, owner: str | None = None) -> bool:
-        """Whether the token may create repositories of `owner`, or without `owner`, write anything at all."""
+        """Whether the token may create repositories of `owner`; for None, whether it may write anything."""
         if self.role != "fineGrained":
             return self.role != "read" and owner in {None, self.name, *self.orgs}
         scopes = [s for s in self._grants.get("scoped", ()) if owner in (None, s["entity"].get("name"))]
@@ -159,7 +159,7 @@ class Space:
 
     @property
     def hardware(self) -> str | None:
-        """The hardware that was requested last, or else the current one."""
+        """The hardware that was requested last; if none was requested, the current hardware."""
         return self.runtime.requested_hardware or self.runtime.hardware
 
     @property
@@ -170,11 +170,11 @@ class Space:
 def spaces_of(
     api: HfApi, owner: str, name: str, expected: Iterable[str] = (), *, page: bool | None = False
 ) -> list[Space]:
-    """Return the deployment's Spaces, the environment's first. Raises `DeployError` if one lacks `MARK`.
+    """Return the deployment's Spaces, the environment's first. Raises `DeployError` if a Space lacks `MARK`.
 
-    The Hub's list may be out of date, so `expected` Spaces are looked up as well. `page` True: return only
-    the static Space; False: leave it out; None: return it last. Sets the variable `SPACES` to the URLs of all
-    but the static Space, because this process sends its key only to URLs listed there.
+    The Hub's list may be out of date, so `expected` Spaces are looked up by name, too. `page` True: return
+    only the static Space; False: leave it out; None: return it last. Sets the environment variable `SPACES`
+    to the URLs of all Spaces but the static one: this process sends its key only to URLs in `SPACES`.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+)|page)")
     with explained(f"listing the Spaces of {owner}"):
@@ -233,8 +233,8 @@ def make_change(what: str, call: Callable[..., object], *given: object, **option
 def apply(
     api: HfApi, owner: str, name: str, wanted: list[SpacePlan], secrets: Mapping[str, str]
 ) -> list[Space]:
-    """Make the Hub match the plan, which has either the apps or only the page, and print each change.
-    Returns the Spaces, the environment's first."""
+    """Make the Hub match the plan `wanted` (all apps, or only the page), and print each change.
+    Returns the Spaces of the plan, the environment's first."""
     plans, bucket, changes = {plan.repo_id: plan for plan in wanted}, f"{owner}/{name}", 0
     contents, page = {plan.repo_id: files(plan.folder) for plan in wanted}, not wanted[0].hardware
 
@@ -260,7 +260,7 @@ def apply(
         if repo_id not in plans:
             change(f"delete {repo_id}, which is not in the plan", api.delete_repo, repo_id, repo_type="space")
             continue
-        _update(plans[repo_id], space, secrets, api, change)  # before the files, which start a new Space
+        _update(plans[repo_id], space, secrets, api, change)  # before the upload, which starts a new Space
         if _upload(api, space, contents[repo_id]):
             changes += 1
         elif not page and stage in (*PAUSED, *FAILED):
@@ -296,9 +296,9 @@ def _update(
 
 
 def _upload(api: HfApi, space: Space, local: Mapping[str, Path | bytes]) -> bool:
-    """Upload all changed files in one commit, so that the Space builds once. Returns False if none differ."""
+    """Upload all changed files in one commit, so the Space builds once. Returns False if no file differs."""
     gone = space.files - local.keys() - {".gitattributes"}  # the Hub makes this file
-    # The client leaves out the files that are already there, and makes no empty commit.
+    # The client leaves out files that the Space already has, and makes no empty commit.
     operations: list[Any] = [CommitOperationAdd(*file) for file in local.items()]
     operations += map(CommitOperationDelete, gone)
     repo_id, title = space.repo_id, "Delta Weight Sync"

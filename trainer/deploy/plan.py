@@ -1,6 +1,6 @@
 """A deployment's plan: bucket, Spaces and files. It depends only on command line, checkout and public keys.
 
-An app's Space gets the files that its Dockerfile needs, if git tracks them; a static Space gets a folder.
+An app's Space gets the tracked files that its Dockerfile needs; a static Space gets a folder's files.
 """
 
 import json
@@ -20,7 +20,7 @@ from delta_weight_sync.signing import PUBLIC_KEY
 from trainer.deploy import DeployError
 
 MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # Spaces without this variable are never changed or deleted
-NO_KEY_YET = "made by the first `up`"  # stands for the key in a dry run
+NO_KEY_YET = "made by the first `up`"  # in a dry run, stands for the public key that is not made yet
 SLEEP_S = 1800  # a replica sleeps after this time without a request
 App = Literal["env", "replica"]
 APPS: tuple[App, ...] = ("env", "replica")
@@ -30,7 +30,7 @@ _FILES: dict[App, tuple[str, ...]] = {  # git's patterns, in which `*` also matc
     "env": ("LICENSE", "env_space/*", "shared/space_guard/*"),
     "replica": ("LICENSE", "pyproject.toml", "inference_space/*", "shared/*"),
 }
-# These move from the folder of the app to the root of the Space.
+# These files move from the folder of the app to the root of the Space.
 _AT_THE_ROOT = re.compile(
     r"(env|inference)_space/(README\.md|Dockerfile|requirements\.lock|openenv\.yaml|openenv_probe\.json)"
 )
@@ -40,10 +40,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True)
 class SpacePlan:
-    """One Space as it should be. Has the names of its secrets, but not their values."""
+    """One Space as it should be, with the names of its secrets but without their values."""
 
     repo_id: str
-    folder: App | Path  # see `files`; a `Path` for a static Space
+    folder: App | Path  # an app, or the folder of a static Space
     variables: Mapping[str, str]
     secrets: tuple[str, ...]
     hardware: str  # "" for a static Space
@@ -67,7 +67,7 @@ def make_plan(
 ) -> list[SpacePlan]:
     """The environment's Space and the replicas' Spaces. Raises `DeployError` for a wrong option.
 
-    Replicas trust the public keys in `trusted`; if it is empty, they do not check signatures.
+    Replicas trust the public keys in `trusted`. If `trusted` is empty, replicas do not check signatures.
     """
     for option, value in (("--owner", owner), ("--name", name)):
         if not _NAME.fullmatch(value):
@@ -95,7 +95,7 @@ def make_plan(
 
 
 def page_files(folder: Path) -> dict[str, Path | bytes]:
-    """Map each path in a static Space to a file of `folder`, hidden files and node_modules left out.
+    """Map each path in a static Space to a file of `folder`. Skips hidden files and node_modules.
 
     Follows links. Adds a README.md if there is none. Raises `DeployError` if the Hub could not show the page.
     """
@@ -119,8 +119,8 @@ def stage(app: App, out: Path) -> None:
 
 
 def files(app: App | Path) -> dict[str, Path | bytes]:
-    """Map each path in the Space's repository to a file of the checkout, sorted, or of a page's folder.
-    Raises `DeployError` for a link, and for a file that matches `_FILES` but is not tracked by git."""
+    """Map each path in an app's Space, sorted, to a file of the checkout; for a `Path`, see `page_files`.
+    Raises `DeployError` if a file of the app is missing, a link, or not tracked by git."""
     if isinstance(app, Path):
         return page_files(app)
     if untracked := _git("--others", *_FILES[app]):

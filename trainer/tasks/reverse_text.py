@@ -1,7 +1,7 @@
 """Reverse-text: the policy writes a text backwards, letter by letter. More similar answers earn more.
 
-Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. A text is
-made of words from the tokenizer's vocabulary. To the policy, each word is one token that it has to spell.
+Prompt, tags and reward are those of prime-rl's example, so prime-rl's checkpoints can be trained here. A text
+is made of words from the tokenizer's vocabulary. To the policy, each word is one token that it has to spell.
 """
 
 import random
@@ -46,7 +46,7 @@ def reward_reversed(completions: list[list[dict[str, str]]], text: list[str], **
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int, *, held_out: bool = False) -> list[str]:
-    """Draw `rows` texts, the same ones for the same seed. `held_out` texts share no word with others."""
+    """Draw `rows` texts, the same ones for the same seed. `held_out` texts share no word with other texts."""
     words, rng = words_of(tokenizer), random.Random(seed)
     chosen = [word for i, word in enumerate(words) if (i % _HELD_OUT_SHARE == 0) == held_out]
     return [" ".join(rng.choices(chosen, k=_WORDS_PER_TEXT)) for _ in range(rows)]

@@ -23,7 +23,7 @@ _MAX_ANSWER = 64 << 10  # bytes
 
 
 class Played(BaseModel):
-    """An answer of the environment. It is checked, because one infinite reward would ruin all weights."""
+    """An answer of the environment, checked because one infinite reward would ruin all weights."""
 
     model_config = ConfigDict(strict=True)
 
@@ -40,7 +40,7 @@ class GameLostError(ValueError):
 class WordleEnv:
     """Plays one game at a time over HTTP. All members of a GRPO group have the same seed and secret.
 
-    A request whose answer was lost is repeated. It has no second effect on the server, because the client
+    A request whose answer was lost is repeated. The repetition has no second effect, because the client
     chooses the session's id and numbers the turns. The first guess, not `reset`, opens the session: TRL
     awaits each `reset` before it starts the next, but guesses run in parallel.
     """
@@ -79,7 +79,7 @@ class WordleEnv:
         return played.observation
 
     async def get_reward(self) -> float | None:
-        """The game's reward; None if the game expired or the server lost it: TRL then does not score it."""
+        """The game's reward, or None if the game expired or was lost. TRL does not score such a game."""
         if not self.done:  # the policy stopped calling the tool
             if self._turn == 0:
                 await self._call("POST", "/sessions", self._opening)
@@ -133,7 +133,7 @@ def _played(answer: Any) -> Played:
 
 
 def make_dataset(prompt: str, games: int, seed: int) -> Dataset:
-    """`games` rows of one prompt, each with its own seed: TRL passes the row to `reset`."""
+    """Make `games` rows with the same prompt, each with its own seed. TRL passes each row to `reset`."""
     message = [{"role": "user", "content": prompt}]
     return Dataset.from_dict({"prompt": [message] * games, "seed": [seed * games + i for i in range(games)]})
 

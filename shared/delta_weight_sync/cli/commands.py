@@ -1,4 +1,4 @@
-"""All commands except plan and doctor. Only those that decode deltas import the codec."""
+"""All commands except plan and doctor. Only commands that decode deltas import the codec."""
 
 import argparse
 import functools
@@ -32,13 +32,13 @@ from delta_weight_sync.util import size_text
 
 Arguments = argparse.Namespace
 _BLAMED: Final = 20  # tensors that `blame` lists
-_ENDING_S: Final = 5.0  # from SIGTERM to SIGKILL
+_ENDING_S: Final = 5.0  # seconds from SIGTERM to SIGKILL
 _UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
 _NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the arguments of the command `name`, and its function, whose docstring ends the help."""
+    """Add the arguments and the function of the command `name`. The function's docstring ends the help."""
     run = _COMMANDS[name]
     parser.epilog = inspect.getdoc(run)
     parser.set_defaults(run=run)
@@ -87,7 +87,7 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     """
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
-    with ThreadPoolExecutor(1) as starter:  # in another thread, no signal interrupts the start
+    with ThreadPoolExecutor(1) as starter:  # signals do not interrupt the start in another thread
         started = starter.submit(subprocess.Popen, filled, shell=True, process_group=0)
         try:
             return started.result().wait()
@@ -103,7 +103,7 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
 
 
 def _payload(manifest: Manifest) -> int:
-    """Bytes that a version added to the bucket: its delta, or if it has none, its anchor."""
+    """Bytes that a version added to the bucket: its delta or, without a delta, its anchor."""
     return sum(file.size for file in manifest.delta or manifest.anchor.files)
 
 
@@ -153,7 +153,7 @@ def _log(arguments: Arguments) -> None:
         for manifest in manifests:
             if arguments.last and len(manifests) > arguments.last:
                 return
-            anchors.add(manifest.anchor.version)  # newest first: the row of the anchor's version comes later
+            anchors.add(manifest.anchor.version)  # newest first, so the anchor's own row comes later
             if older := reader.parent(manifest):
                 manifests.append(older)
             first = min(older.sync + 1, manifest.sync) if older else manifest.sync
@@ -204,7 +204,7 @@ def _show(arguments: Arguments) -> None:
 
 
 def _verify(arguments: Arguments) -> None:
-    """Rebuild every version, oldest first. The first one that differs from what was published is an error."""
+    """Rebuild every version, oldest first. Stop with an error if a version differs from the published one."""
     reader = _opened(arguments)
     reader.require_intact()
     reader.manifest()  # raises an error if there is no version
@@ -271,7 +271,7 @@ def _blame(arguments: Arguments) -> None:
         raise ProtocolError(f"{what}: name a later version, whose delta shows what changed")
     with Scratch() as folder:
         deltas = [*map(Delta, reader.fetch_all(manifest.delta, folder))]
-        # Fetched only if the delta is coded against the version before.
+        # Fetch the version before only if the delta's encoding reads the old bits.
         old = functools.cache(
             lambda: reader.checkout(reader.manifest(manifest.version - 1), folder / "before")
         )
@@ -320,7 +320,7 @@ def _bisect(arguments: Arguments) -> None:
         raise CommandError(f"nothing lies between good {good} and bad {bad}: --bad must be a later version")
     for end in (good, bad):
         reader.manifest(end)  # raises an error if there is no such version
-    held: FollowedVersion | None = None  # the last good version; later ones are built from it
+    held: FollowedVersion | None = None  # the last good version; later versions are built from it
     with Scratch() as folder:
         ends = [bad] * (arguments.bad is None) + [good] * (arguments.good is None)
         while left := ends or [version for version in range(good + 1, bad) if version not in verdicts]:
@@ -447,7 +447,7 @@ def _gc(arguments: Arguments) -> None:
 
 def _keygen(arguments: Arguments) -> None:
     """FILE holds DELTA_WEIGHT_SYNC_SIGNING_KEY and DELTA_WEIGHT_SYNC_PUBLIC_KEY, and only you can read it.
-    The trainer needs the first, replicas and other readers only the second, which is printed. For a trainer:
+    The trainer needs the first key, readers only the second, which is printed. Before you start a trainer:
 
       set -a; . FILE; set +a
     """

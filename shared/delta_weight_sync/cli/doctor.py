@@ -15,7 +15,7 @@ _NAME = "delta-weight-sync"
 
 def configure(parser: argparse.ArgumentParser, _: str) -> None:
     """Add the arguments of `doctor`."""
-    help_ = "examine vLLM and TRL in this folder instead, such as an unpacked wheel"
+    help_ = "examine vLLM and TRL in FOLDER, such as an unpacked wheel, not the installed ones"
     parser.add_argument("--site", type=Path, metavar="FOLDER", help=help_)
     parser.epilog = "The exit code is 1 if an installed package cannot be used."
     parser.set_defaults(run=_run)

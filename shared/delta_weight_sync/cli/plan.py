@@ -48,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _quantity(unit: str, least: float, most: float, wanted: str) -> Callable[[str], float]:
-    """Return a parser of numbers such as 10Gb/s. `unit`: a regular expression, whose group is the scale."""
+    """Return a parser of numbers such as 10Gb/s. `unit`: a regular expression; its group: the scale."""
 
     def parse(text: str) -> float:
         match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)

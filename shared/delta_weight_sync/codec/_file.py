@@ -1,7 +1,7 @@
-"""The delta file: a safetensors file whose metadata says what is in it, see `docs/wire-format.md`.
+"""A delta is a safetensors file whose metadata describes its content: see `docs/wire-format.md`.
 
-The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.signs` and so on. The model's
-tensors of a group are coded as one sequence, with one set of parameters.
+The changed tensors of the model form groups; each group is coded as one sequence, with one set of parameters.
+The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.signs` and so on.
 """
 
 import json
@@ -31,7 +31,7 @@ DELTA_FORMAT = "delta-weight-sync-delta/2"
 Encoding = Literal["fast", "small"]
 Shapes = Mapping[str, tuple[int, ...]]
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
-_LONGEST = 300  # characters of an error's reason
+_LONGEST = 300  # most characters of an error's reason
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
 _MOST, _DIMS = 1 << 48, 32  # most elements and dimensions of a tensor
 _Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a group's index
@@ -58,7 +58,7 @@ class Delta:
     """A delta file whose header has been read; `decode` and `patches` read the changes."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header. Raises `CodecError`, which names the file, if it is not a delta."""
+        """Read the header. If the file is not a delta, raises a `CodecError` that names the file."""
         self._path = path
         with _named(path):
             if (size := header_size(path)) > MAX_HEADER:
@@ -73,7 +73,7 @@ class Delta:
 
     @cached_property
     def tensors(self) -> list[TensorRow]:
-        """The tensors that change, group by group."""
+        """The changed tensors, group by group."""
         return [*map(TensorRow, self._names, self._shapes, *self._rows.tolist())]
 
     @property
@@ -90,12 +90,12 @@ class Delta:
         """Yield the changes, one group of tensors at a time, without a Python step for each tensor.
 
         Memory is bounded for any file: at most 64 bytes per byte of the file and 16 per element of the model.
-        A yielded change takes 10 of the 16 (position 8, ULPs 2); the rest is scratch space for decoding.
+        Of these 16 bytes, a yielded change takes 10 (position 8, ULPs 2); decoding needs the rest meanwhile.
 
         Args:
-            shapes: Shapes of the model's tensors. The table is checked against them first.
-            old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). Called only for modes
-                that need it.
+            shapes: Shapes of the model's tensors. A file with other shapes is refused before decoding.
+            old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). Called only for groups
+                whose mode needs these bits.
             share: Which groups to decode.
 
         Raises:
@@ -123,7 +123,7 @@ class Delta:
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
 
     def _read_table(self, text: str) -> None:
-        """Read and check the table. A group must end once it has `GROUP_ELEMENTS`, which bounds its size."""
+        """Read and check the table. A group must end with the tensor that reaches `GROUP_ELEMENTS`."""
         table = sorted(_TABLE.validate_json(text, strict=True), key=itemgetter(3))
         names, shapes, changes, group = zip(*table, strict=True) if table else ((), (), (), ())
         numels = [*map(math.prod, shapes)]
@@ -190,15 +190,15 @@ def encode(
     }
     data = save(streams, metadata)
     end = 8 + int.from_bytes(data[:8], "little")
-    # safetensors writes metadata in random order; the same changes should give the same bytes.
+    # Sort the header: safetensors writes metadata in random order, but equal changes should give equal bytes.
     header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return data[:8] + header.encode().ljust(end - 8) + data[end:]
 
 
 def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterable[Decoded]:
-    """Decode consecutive deltas, or their parts, as one. `old` gives the bits at the first delta's base.
+    """Decode consecutive deltas, or parts of one delta, as one. `old` gives the bits at the first base.
 
-    `share`: which groups to decode, if the deltas are parts of one; otherwise all groups are decoded.
+    `share`: which groups of the parts to decode. Of consecutive deltas, all groups are decoded.
     """
     if len({delta.version for delta in deltas}) == 1:
         first, every = share

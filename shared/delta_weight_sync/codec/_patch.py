@@ -18,9 +18,9 @@ Bits = NDArray[np.uint16]
 Index = NDArray[np.int64]
 Table = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
-_LINE = 1 << 11  # values compared at a time: rounded, they stay in the fastest cache
-_CHUNK = 1 << 18  # values that one call of the kernel compares, roughly: at most twice as many
-_BATCHES = 16  # calls of the kernel in one job of a thread
+_LINE = 1 << 11  # values compared at a time: after rounding, these still fit into the fastest cache
+_CHUNK = 1 << 18  # one call of `_compare` compares about this many values, at most twice as many
+_BATCHES = 16  # calls of `_compare` in one job of a thread
 _INFINITY = 0x7F80  # the exponent of infinities and NaNs
 
 
@@ -43,12 +43,12 @@ class Patch:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
 
 ULP_CLASSES = ("1", "2", "3-4", "5-16", "17-256", "257+")  # sizes of changes in ULPs, in either direction
-_CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # of all classes but the first
+_CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # smallest size in each class but the first
 
 
 def count_ulps(patch: Patch) -> NDArray[np.int64]:
@@ -75,7 +75,7 @@ def diff(name: str, old: Bits, new: Bits) -> Patch:
 
 
 def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
-    """Return (index, ulps) of the differences of two flat uint16 arrays that begin at position `first`."""
+    """Compare two flat uint16 arrays, whose first element has position `first`. Return (index, ulps)."""
     _, index, ulps = compare(np.array([[old.ctypes.data, new.ctypes.data, 2, old.size]]), 1)
     return index + first, ulps
 
@@ -83,11 +83,11 @@ def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
 def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
     """Find the differences of many tensors, without a Python step for each.
 
-    `tensors`, int64 [n, 4]: addresses of the old bits and of the new values, both contiguous; bytes of a
-    value (2: bf16, 4: float32, rounded as by `nearest`); number of values. `threads`: 0 for `util.THREADS`.
+    `tensors`, int64 [n, 4]: addresses of the old bits and of the new values, both contiguous; bytes of a new
+    value (2: bf16; 4: float32, rounded as by `nearest`); number of values. `threads`: 0 for `util.THREADS`.
 
-    Returns the numbers of changes and of changes to NaN or infinity, int64 [2, n]; then `index` and `ulps` as
-    in a `Patch`, one tensor after the other.
+    Returns int64 [2, n], each tensor's number of changes, and of changes to NaN or infinity; then `index` and
+    `ulps`, as in a `Patch`, of one tensor after the other.
     """
     number = np.arange(len(tensors))
     pieces = cut(np.stack([number, 0 * number, tensors[:, 3]], 1), _CHUNK)
@@ -123,12 +123,12 @@ def cut(parts: Table, size: int) -> Table:
 
 
 def join(parts: Sequence[NDArray[Number]], dtype: type[Number]) -> NDArray[Number]:
-    """Join the parts to one array, which is empty if there are none."""
+    """Join the parts to one array. Without parts, return an empty array of `dtype`."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])
 
 
 def apply(patch: Patch, bits: Bits) -> None:
-    """Add the patch to `bits` (uint16, C-contiguous) in place; raises `CodecError` if it does not fit."""
+    """Add the patch to `bits` (uint16, C-contiguous) in place. Raises `CodecError` if the two do not fit."""
     if bits.shape != patch.shape:
         raise CodecError(f"{patch.name}: the delta is for shape {patch.shape}, the model has {bits.shape}")
     if patch.index.size and not 0 <= patch.index[0] <= patch.index[-1] < bits.size:
@@ -142,7 +142,7 @@ def inverse(patch: Patch) -> Patch:
 
 
 def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
-    """Return one patch per tensor that has the effect of `first`, then `second`; drop changes that cancel."""
+    """Merge the patches `first` with later ones, `second`: one per tensor. Drop changes that cancel."""
     merged = {p.name: p for p in first}
     for later in second:
         name, shape = later.name, later.shape
@@ -159,7 +159,7 @@ def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
 
 @kernel
 def nearest(words: NDArray[np.uint32], bits: Bits) -> None:
-    """Round float32 `words` [n] to bf16, to nearest, ties to even. Every NaN becomes 0x7fc0."""
+    """Round float32 `words` [n] to the nearest bf16 `bits`, ties to even. Every NaN becomes 0x7fc0."""
     for j in range(words.size):
         word = words[j]
         rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -169,7 +169,7 @@ def nearest(words: NDArray[np.uint32], bits: Bits) -> None:
 
 @kernel
 def _compare(tensors: Table, pieces: Table, index: Index, ulps: Bits, counts: Table) -> int:
-    """Compare `pieces` (int64 [p, 3]: tensor, first value, number of values); returns how many differ."""
+    """Compare `pieces` (int64 [p, 3]: tensor, first value, number of values); return how many differ."""
     count, line = 0, np.empty(_LINE, np.uint16)
     for p in range(pieces.shape[0]):
         tensor, first, size = pieces[p]

@@ -1,11 +1,11 @@
 """Encodes the positions of changes as runs: the number of unchanged weights before each change.
 
-With one band, a run counts all weights since the last change. With eight bands, a run counts only weights
-of the same band, which is a range of exponents, so a reader needs the old weights. That takes fewer bytes,
+With one band, a run counts all weights since the last change. With eight bands, each a range of exponents, a
+run counts only weights of the same band, so a reader needs the old weights. Eight bands take fewer bytes,
 because the rates of changes, and of large changes (more than one ULP), differ by band.
 
-Both directions sort a chunk of weights into bands. Then writing finds the rank of each change in its band,
-and reading finds the position of each rank.
+Writer and reader both sort a chunk of weights into bands. Then the writer finds the rank of each change in
+the change's band, and the reader finds the position that belongs to each rank.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ Band = NDArray[np.uint8]
 Floats = NDArray[np.float64]
 Cut = tuple[NDArray[np.int8], Band]
 Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
-_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # about this many of a group are sampled for rates
-_BLOCKS = 64  # blocks in a chunk: as many as `at_most` compares
+_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # about this many of a group are sampled
+_BLOCKS = 64  # blocks in a chunk; `at_most` compares this many numbers
 _CHUNK = _BLOCKS * LANES
-_NONE = 1e-6  # stands for no event at all
+_NONE = 1e-6  # used instead of 0 events, which would cause a division by 0
 _ALL = np.uint64((1 << 64) - 1)
-_AHEAD = 2  # positions written for each block even if it has fewer changes
+_AHEAD = 2  # at least this many positions are written per block, even if fewer are needed
 _NEVER = np.int16(0x7FFF)  # above every rank in a chunk
 
 
@@ -43,10 +43,10 @@ def cut(limits: Sequence[int]) -> Cut:
 def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
     """Choose the exponents that separate the bands. Some are 0 if the weights have few exponents.
 
-    Begins with a band for each exponent. Until eight are left, joins the two neighbours that then take the
-    fewest bits more. The numbers of weights, changes and large changes come from samples.
+    Begins with a band for each exponent. Until eight are left, joins the two neighbours whose union takes
+    the fewest additional bits. The numbers of weights, changes and large changes come from samples.
     """
-    # The steps are odd: else all samples of a matrix could be of the same few columns.
+    # The steps are odd, because with even steps all samples of a matrix could be from a few columns.
     weight_step = sum(old.size for old in olds) // _WEIGHTS | 1
     change_step = sum(patch.index.size for patch in patches) // _CHANGES | 1
     changed = [old[patch.index[::change_step]] for old, patch in zip(olds, patches, strict=True)]
@@ -68,7 +68,7 @@ def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
 
 @kernel
 def _bits(bands: Floats) -> Floats:
-    """Expected bits of each band; `bands` [3, n] has its numbers of weights, changes and large changes."""
+    """Return each band's expected bits. `bands`, [3, n]: numbers of weights, changes and large changes."""
     items, events = bands[:2], bands[1:]
     rare = np.minimum(events, items - events)
     other = 1 - np.maximum(rare, _NONE) / np.maximum(items, 1)  # the probability that an item is no event
@@ -85,9 +85,9 @@ def _exponent(bits: np.uint16) -> np.uint16:
 
 @kernel
 def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
-    """Write a tensor's runs to `out` [n]; returns the number of elements since the last change.
+    """Write a tensor's runs to `out` [n]; return the number of elements after the last change.
 
-    `carried`: the same number at the end of the previous tensor.
+    `carried`: the number that the call for the previous tensor returned.
     """
     before = np.int64(-1) - carried
     for j in range(index.size):
@@ -167,7 +167,7 @@ def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
     masks[whole:], before[:, whole:] = 0, _NEVER
     rest = old.size - whole * LANES
     if rest > 0:
-        padded = np.full(LANES, 0x7FFF, np.uint16)  # the padding is in the last band, where it is masked
+        padded = np.full(LANES, 0x7FFF, np.uint16)  # padding is in the last band; `split` masks it
         padded[:rest] = old[whole * LANES :]
         split(padded, 0, (np.uint64(1) << np.uint64(rest)) - np.uint64(1), limits, masks[whole])
         _count(masks[whole], before[:, whole], totals)
@@ -186,7 +186,7 @@ def _band_runs(
 ) -> None:
     """Write the run and the band of each change of a tensor.
 
-    Update, for each band, `carried` (its weights since its last change) and `elements` (all its weights).
+    Also update, for each band, `carried` (weights since the last change) and `elements` (all weights).
     """
     chunk, at = _empty_chunk(), 0
     masks, before, totals = chunk
@@ -207,7 +207,7 @@ def _band_runs(
 
 @kernel
 def _place(numbers: Index, band_of: Band, ends: Index, out: Index) -> None:
-    """Write `numbers` to `out`, grouped by band. `ends` [bands], zeros at first, gets each group's end."""
+    """Write `numbers` to `out`, band by band. `ends` [bands], zeros at first, gets each band's end."""
     for band in band_of:
         ends[band] += 1
     total = 0
@@ -238,13 +238,13 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
 
 @kernel
 def _list(marked: Words, first: int, index: Index, found: int) -> int:
-    """Append the positions of a chunk's `marked` weights to `index`. Returns their new number, -1 if full."""
+    """Append the positions of a chunk's `marked` weights to `index`. Return their new number; -1: full."""
     for block in range(_BLOCKS):
         word, end = marked[block], found + ones(marked[block])
         if end > index.size:
             return -1
         start = first + block * LANES
-        if found + _AHEAD <= index.size:  # a branch on the number of changes would often be mispredicted
+        if found + _AHEAD <= index.size:  # no branch on the number of changes: the CPU would mispredict
             for j in range(_AHEAD):
                 index[found + j] = start + lowest(word)
                 word &= word - np.uint64(1)

@@ -1,8 +1,8 @@
 """The mirror: a bf16 copy of the weights of the newest sync, and the diff of live parameters against it.
 
-The diff has two halves: a `Search` only reads, so other threads may read the mirror meanwhile; `keep` then
-writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", the fastest)
-or in pinned host memory ("host", which is read over the bus). Only changed elements leave the GPU.
+A `Search` finds changes. It only reads, so other threads may read the mirror meanwhile. `Mirror.keep` then
+writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", faster) or in
+pinned host memory ("host"), which the GPU reads over the bus. Only changed elements leave the GPU.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.util import in_order
 
-if TYPE_CHECKING:  # needs Triton, which only a GPU build of torch installs
+if TYPE_CHECKING:  # `_gpu` needs Triton, which only a GPU build of torch installs
     from delta_weight_sync.publish._gpu import Changes, DeviceDiff
 
 Place = Literal["host", "device"]
 _INFINITY = 0x7F80  # the exponent of infinities and NaNs
-_TAKEN = 1 << 18  # changes that one thread applies at a time
+_TAKEN = 1 << 18  # one job of a thread applies about this many changes
 _HELD = 1 << 30  # bytes of temporary tensors (gathered, merged) that may wait to be compared
 
 
 @dataclass(frozen=True)
 class Block:
-    """A box of a parameter: the parameter's shape, where the box begins, and its own shape."""
+    """A box of a parameter's elements: the parameter's `shape`, the box's first element, the box's shape."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -49,11 +49,11 @@ class Block:
 
     @property
     def at(self) -> tuple[slice, ...]:
-        """The box as an index into the parameter."""
+        """The slices that select the box in the parameter."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
 
     def stretches(self) -> tuple[Index, int]:
-        """Return where the box's contiguous stretches begin in the parameter, int64 [n], and their length."""
+        """Return where in the parameter the box's contiguous stretches begin, int64 [n], and their length."""
         rest = range(1, len(self.shape) + 1)
         outer = next((d for d in rest if self.extent[d:] == self.shape[d:]), 1) - 1
         length = math.prod(self.extent[outer:])
@@ -88,7 +88,7 @@ class Found:
 
     @property
     def patches(self) -> list[Patch]:
-        """The patch of each part that changed, perhaps with empty patches of others."""
+        """The patches of all parts that changed, and perhaps empty patches of unchanged parts."""
         return self.host + [patch for changes in self.devices for patch in changes.patches]
 
 
@@ -129,7 +129,7 @@ class Mirror:
         return Search(self)
 
     def find_on_host(self, parts: Sequence[Part]) -> list[Patch]:
-        """What changed in parts on the host, which are compared as one table."""
+        """Find the changes of parts on the host, with one call of `codec.compare`."""
         rows, kept = [], []
         for part in parts:
             old, new = self._bits[part.name], part.tensor
@@ -150,7 +150,7 @@ class Mirror:
         return patches
 
     def require_finite(self, name: str, bits: Bits) -> None:
-        """Raise `CodecError` if bits of a tensor are NaN or infinite, and that is not allowed."""
+        """Raise `CodecError` if `bits` hold NaN or infinity and this mirror allows only finite weights."""
         if self._finite and ((bits & _INFINITY) == _INFINITY).any():
             raise CodecError(
                 f"{name} has weights that are NaN or infinite, so nothing was published: lower the learning"
@@ -158,7 +158,7 @@ class Mirror:
             )
 
     def keep(self, found: Found) -> None:
-        """Write the found changes into the mirror, which then equals the parameters."""
+        """Write the changes into the mirror. The mirror then equals the parameters."""
         self.take(found.host)
         for changes in found.devices:
             self.digest += changes.moved
@@ -183,19 +183,19 @@ class Mirror:
             self.digest += self._on(device).take(some, self._bits)
 
     def _take(self, patches: list[Patch]) -> int:
-        """Apply patches to tensors on the host. Returns how the digest changes."""
+        """Apply patches to tensors on the host. Return the change of the digest."""
         tensors = ((p.name, self._bits[p.name].data_ptr(), p.index.size) for p in patches)
         index = codec.join([patch.index for patch in patches], np.int64)
         return digest.add_all(tensors, index, codec.join([patch.ulps for patch in patches], np.uint16))
 
     def find_on_devices(self, parts: list[Part]) -> list[Changes]:
-        """What changed in parts on devices."""
+        """Find the changes of parts on devices."""
         by_device: dict[torch.device, list[Part]] = {}
         found = []
         for part in parts:
             by_device.setdefault(part.tensor.device, []).append(part)
         for device, some in by_device.items():
-            # Kernels cannot read plain host memory: move tensors into pinned or device memory.
+            # Kernels cannot read plain host memory: move these mirrors into pinned or device memory.
             far = [part.name for part in some if part.name not in self._reachable]
             if far and self._place == "host":
                 from delta_weight_sync.gpu import pin
@@ -218,9 +218,9 @@ class Mirror:
 
 
 class Search:
-    """Finds what changed in parts (of any float dtype), which are added one by one.
+    """Collects parts, of any float dtype, and finds their changes.
 
-    The parts are compared together, or as soon as their temporary copies take more than a gigabyte.
+    `found` compares all parts that wait together. `add` does so, too, once their copies exceed a gigabyte.
     """
 
     def __init__(self, mirror: Mirror) -> None:
@@ -228,14 +228,14 @@ class Search:
         self._waiting, self._held = list[Part](), 0
 
     def add(self, part: Part) -> None:
-        """Compare a part now or later. Keeps its tensor until then."""
+        """Add a part, and keep its tensor until the part is compared."""
         self._waiting.append(part)
         self._held += 0 if part.lasting else part.tensor.nbytes
         if self._held > _HELD:
             self.found()
 
     def found(self) -> Found:
-        """Compare the parts that wait. Returns the differences of all parts so far."""
+        """Compare the parts that wait. Return the differences of all parts that were added so far."""
         waiting, self._waiting, self._held = self._waiting, [], 0
         on_devices = [part for part in waiting if has_kernels(part.tensor)]
         self._found.devices.extend(self._mirror.find_on_devices(on_devices))
@@ -244,7 +244,7 @@ class Search:
 
 
 def _threads() -> int:
-    """Threads to use while the trainer waits: torch's number of threads, but at least `util.THREADS`."""
+    """Number of threads to use while the trainer waits: torch's number, but at least `util.THREADS`."""
     return max(util.THREADS, torch.get_num_threads())
 
 

@@ -1,4 +1,4 @@
-"""TRL's `WeightTransferProtocol` through a bucket: trainer and replicas share nothing else."""
+"""Implements TRL's `WeightTransferProtocol` with a bucket. Trainer and replicas share nothing else."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +19,14 @@ class BucketWeightTransfer:
     Creating a transfer also patches TRL in this process (see `delta_weight_sync.trl.patches`), so that the
     trainer needs no vLLM, no kernel from the Hub and no GPU. Without a GPU, set TRL's option `use_cpu=True`.
 
-    TRL calls `pause` before it sends weights, and `resume` after that. Here both do nothing: each replica
-    commits by itself once it has the delta, usually between two steps of vLLM.
+    TRL calls `pause` before it sends weights, and `resume` after that. Here both methods do nothing: each
+    replica commits by itself once it has the delta, usually between two steps of vLLM. The run opens when
+    training begins, on TRL's main process only.
 
     Args:
         url: As for `Publisher`.
         base: As for `Publisher`.
-        **options: The optional arguments of `Publisher`. The run opens when training begins, on TRL's
-            main process only.
+        **options: The optional arguments of `Publisher`.
 
     Raises:
         CompatibilityError: This release of TRL cannot be patched.
@@ -51,7 +51,7 @@ class BucketWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish TRL's parameters, whole tensors under checkpoint names.
 
-        Returns when the changes are known, before they are uploaded; for the first version, after the upload.
+        Returns when the changes are known, before they are uploaded. For version 0, returns after the upload.
         """
         if self._publisher is None:  # in a second `train()` of a trainer, TRL does not open the run again
             self.init_weight_transfer()
@@ -67,4 +67,4 @@ class BucketWeightTransfer:
         publisher, self._publisher = self._publisher, None
         if publisher:
             with publisher:
-                pass  # leaving the block does both
+                pass  # the end of the block flushes and closes

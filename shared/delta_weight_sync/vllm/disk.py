@@ -1,7 +1,7 @@
 """A replica's folders, where versions are built as checkpoints for vLLM and its workers.
 
-The anchor stays on disk, so another version with this anchor needs only deltas and jumps. A version is a copy
-of its anchor with deltas and jumps applied; all workers map the same files. The commit checks the digest.
+The anchor stays on disk, so a version with the same anchor needs only deltas and jumps. A version is a copy
+of its anchor with deltas and jumps applied. All workers map the same files, and the commit checks the digest.
 """
 
 import fcntl
@@ -23,9 +23,9 @@ Shapes = dict[str, list[int]]
 def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     """Return the folder that `variable` names; create it for this user alone if it is missing.
 
-    vLLM executes what it reads there (chat templates) or serves it (weights). So `SettingsError` is raised if
-    the folder belongs to another user (anyone can create one in /tmp), if every user may write to it, or if
-    another process has locked it. With `keep`, this process holds the folder's lock until the process ends.
+    vLLM executes or serves the folder's files (chat templates, weights). So `SettingsError` is raised if the
+    folder belongs to another user (anyone can create one in /tmp), if every user may write to it, or if
+    another process has locked it. With `keep`, this process keeps the lock until it ends.
     """
     path, problem = Path(folder), ""
     try:
@@ -34,7 +34,7 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
             problem = "belongs to another user"
         elif path.stat().st_mode & stat.S_IWOTH:
             problem = "may be written to by every user"
-        else:  # the lock is held until the process ends, however it ends
+        else:  # with `keep`, the lock is held until the process ends, however it ends
             lock = os.open(path / ".lock", os.O_CREAT | os.O_WRONLY, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not keep:
@@ -57,7 +57,7 @@ class Layout:
         """Remove what a killed process left (deltas, partial downloads, the version); keep anchors."""
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
         self._coming, self._deltas = self._anchors / "coming", folder / "deltas"
-        self._wanted = self._fetched = 0  # bytes of the version that `put` fetches
+        self._wanted = self._fetched = 0  # bytes that `put` needs, and has fetched
         for left in (*folder.glob(".*.part"), *self._coming.glob(".*.part"), *folder.glob("*.safetensors")):
             left.unlink()
         for unfinished in (self._deltas, self._version):
@@ -86,14 +86,14 @@ class Layout:
             return ""
         try:
             found = sum(path.stat().st_size for at in (self._coming, self._deltas) for path in at.glob("*"))
-        except FileNotFoundError:  # a file was finished, or its folder renamed, meanwhile
+        except FileNotFoundError:  # meanwhile, a file was finished, or its folder was renamed
             found = 0
         share = _STEPS * min(self._fetched + found, wanted) // wanted
         digits = 0 if wanted >= 10e6 else 1
         return f"{share * wanted / _STEPS / 1e6:.{digits}f} of {wanted / 1e6:.{digits}f} MB"
 
     def _anchor(self, anchor: AnchorRef) -> Path:
-        """The anchor's folder, named by its first weights' sha256. Fetches what is missing or damaged.
+        """The anchor's folder, named by its first weights file's sha256. Fetches what is missing or damaged.
 
         If that fails, complete files stay for the next try.
         """

@@ -1,10 +1,10 @@
 """Keeps one vLLM at the newest version of a run, or at the version that its owner wants.
 
-A follower is one thread: watch the bucket, fetch a version, stage it, commit it, report it. Normally it
-applies the version's deltas. Where that is not possible it joins: it builds the version as a checkpoint on
-disk (newest anchor, then deltas), compares it with the live parameters, and commits what differs. Joining
-works from any live weights; it is used for the first version, to heal, and to go back. vLLM generates
-meanwhile, and the digest of its live parameters proves the result.
+A follower is one thread, which watches the bucket, and fetches, stages, commits and reports versions.
+Normally the follower applies a version's deltas. If that is not possible, it joins: it builds a checkpoint of
+the version on disk (newest anchor, then deltas), compares this with the live parameters, and commits what
+differs. A join works from any live weights; it is used for the first version, to heal, and to go back. vLLM
+generates meanwhile, and the digest of its live parameters proves the result.
 """
 
 import logging
@@ -62,7 +62,7 @@ class Follower:
 
     def __init__(self, reader: RunReader, engine: Engine, *, name: str, folder: Path, poll_s: float) -> None:
         """`folder`: scratch space for one or two checkpoints."""
-        self.serving: Manifest | None = None  # its bits are live, proven by digest; any thread may read it
+        self.serving: Manifest | None = None  # its bits are live, proven by digest; any thread may read this
         self.commands = Commands(reader)
         self._reader, self._engine, self._folder, self._poll_s = reader, engine, folder, poll_s
         self._layout, self._watcher = Layout(reader, folder), Watcher(reader, poll_s)
@@ -115,7 +115,7 @@ class Follower:
         return ReplicaReport(status=status, commits=commits, notice=notice, engine=engine)
 
     def explain(self, error: Exception | None) -> str:
-        """The text to report for an error; None means that all is well again. A Space overrides this."""
+        """Return the text to report for `error` (None: all is well again). A Space overrides this method."""
         return f"{error}"
 
     # Watch: decide which version to serve.
@@ -183,9 +183,9 @@ class Follower:
     def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
         """Serve a version. `held` is the same version if the owner pinned it or paused at it, else None.
 
-        Raises `DeltaWeightSyncError` or `OSError` if that fails. Usually the replica then still serves what
-        it served before, or an older version if it served nothing. It serves nothing if its weights had
-        changed or vLLM was being restarted.
+        Raises `DeltaWeightSyncError` or `OSError` if that fails. Then the replica usually serves what it
+        served before, or if that was nothing, perhaps an older version. It serves nothing if its weights had
+        changed, or if vLLM was being restarted.
         """
         if self.serving is None and not held:
             self._reader.try_older(manifest, self._join)  # an older version is better than none
@@ -233,8 +233,8 @@ class Follower:
     # By a join: fetch a checkpoint, stage what differs, commit.
 
     def _join(self, manifest: Manifest) -> None:
-        """Join a version. While nothing is served, the pauses after failures grow for all versions with the
-        same anchor: perhaps vLLM cannot take the model at all, and each try copies a checkpoint."""
+        """Join a version. While nothing is served, the pause after a failed join applies to all versions with
+        the same anchor: perhaps vLLM cannot take the model at all, and each try copies a checkpoint."""
         started, first = time.perf_counter(), self.serving is None
         wanted = manifest.anchor, self.commands.pinned
         if first and self._refusal and not self._joining.allows(wanted):
@@ -273,7 +273,7 @@ class Follower:
         if shapes != self._learned:
             found = self._engine.learn(shapes)
             if started and found != manifest.digest:
-                self._engine.stop()  # or the next try would take this digest for an older version's
+                self._engine.stop()  # else the next try would find vLLM started, and skip this check
                 raise errors.EngineError(
                     f"vLLM loaded weights with digest {manifest.digest}, but the parameters that deltas would"
                     f" change have digest {found}: vLLM rearranges this model's weights; serve another model",
@@ -284,7 +284,7 @@ class Follower:
     # Note what `report` reports.
 
     def _note(self, state: str, error: str | None = None, line: str = "") -> None:
-        """Note the state. Log it (or `line`, if given) when it changes; log a `line` also once a minute."""
+        """Note the state. Log it (or `line`, if given) when it changes. Log a `line` also once a minute."""
         if state != self._state or (self._error and not error) or (line and time.time() >= self._next_line):
             _log.info("replica %s: %s", self._name, line or state)
             self._next_line = time.time() + _LINE_S
@@ -300,7 +300,7 @@ class Follower:
         self._logged = reason
 
     def _serve(self, manifest: Manifest, *times: float, joined: bool = False) -> None:
-        """Record that a version is served. `times`: fetch, then `Times`; none if no weight changed."""
+        """Record that a version is served. `times`: fetch, then `Times`; empty if no weight changed."""
         self._signed_by = self._reader.public_keys.signer(manifest, "the manifest")
         self.serving = self._served_last = manifest
         now = time.time()

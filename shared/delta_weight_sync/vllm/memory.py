@@ -1,10 +1,10 @@
 """All live parameters of a model as one table, and the numba kernels that hash and write them on the host.
 
 A piece is a strided part of a checkpoint tensor that lies in a parameter of vLLM, possibly with other
-strides. Its elements are numbered 0, 1, 2, ... in row-major order. The number gives the position in the
-checkpoint tensor and the address in memory. Changes store it as an int32, so a piece with too many elements
-becomes several rows of the table. On the host, many changes are divided among up to half of the cores; `gpu`
-has the same kernels for GPUs.
+strides. A piece's elements are numbered 0, 1, 2, ... in row-major order. The number gives the position in the
+checkpoint tensor and the address in memory. Changes store the number as an int32, so a piece with too many
+elements becomes several rows of the table. On the host, up to half of the cores share the work on many
+changes. `gpu` has the same kernels for GPUs.
 """
 
 import math
@@ -32,7 +32,7 @@ Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
 
 DIMS = 4
-# Most elements of a row: int32 must hold their numbers, even those past the end in a GPU's last block.
+# Most elements of a row. An int32 must hold each number, also numbers past the end in a GPU's last block.
 MOST = (1 << 31) - (1 << 16)
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
@@ -45,17 +45,17 @@ SOURCE = SIZES + DIMS  # strides in the checkpoint tensor, in elements
 TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
 COLUMNS = TARGET + DIMS
 
-_NEAR = 1024  # changes of a block: they are read back while they are still in the cache
+_NEAR = 1024  # changes of a block, which is read back while it is still in the cache
 _SHARED = 64  # blocks that are worth a thread of their own
-SLICES = 60  # of all parameters; `recheck` hashes one slice
+SLICES = 60  # slices of all parameters; `recheck` hashes one slice
 
 
 class Table:
     """The places of all elements, on one device.
 
-    `rows`: int64 [rows, COLUMNS]; a piece with too many elements or dimensions has several rows. `number`:
-    checkpoint name -> 0, 1, 2, ... Tensor n has the rows from `starts[n]` up to `starts[n + 1]`. The number
-    after the last stands for tensors that are not in the table; it has no rows.
+    `rows`: int64 [rows, COLUMNS]; a piece with too many elements or dimensions has several rows. `number`
+    maps checkpoint names to 0, 1, 2, ... Tensor n has the rows from `starts[n]` up to `starts[n + 1]`.
+    Tensors that are not in the table share the number after the last, which has no rows.
     """
 
     def __init__(self, routes: Mapping[str, Route], owned: Mapping[str, Sequence[int]]) -> None:
@@ -68,7 +68,7 @@ class Table:
             key = int(seed(name).astype(np.int64))
             for number, piece in enumerate(routes[name].pieces):
                 start = piece.memory.data_ptr()
-                for source, target in _parts(piece.source, piece.target):  # mostly one
+                for source, target in _parts(piece.source, piece.target):  # mostly one part
                     fixed = [start + 2 * target.offset, key, number in numbers, source.offset]
                     pad = [1] * (DIMS - len(source.sizes))
                     shapes = source.sizes, source.strides, target.strides
@@ -111,23 +111,23 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 
 @kernel
 def _bounds(rows: Rows, found: Index, index: Index) -> None:
-    """Narrow the ranges of `index` in `found` (see `_find`) to the positions that their rows can hold."""
+    """Narrow each row's range of `index`, kept in `found` (see `_find`), to what the row can hold."""
     for p in range(found.shape[1]):
         row, low, high = rows[found[0, p]], found[1, p], found[2, p]
         near, end = index[low:high], row[FIRST] + 1
         for dim in range(DIMS):
             end += (row[SIZES + dim] - 1) * row[SOURCE + dim]
-        if near.size and not row[FIRST] <= near[0] <= near[-1] < end:  # mostly, a row is a whole tensor
+        if near.size and not row[FIRST] <= near[0] <= near[-1] < end:  # mostly false: a row is a whole tensor
             found[1, p] = low + np.searchsorted(near, row[FIRST])
             found[2, p] = low + np.searchsorted(near, end)
 
 
 @kernel
 def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements, moved: Bits) -> None:
-    """Write the element number and the ulps of each change that lies in one of several rows.
+    """Write element number and ulps of each change that lies in a row of `found` to `element` and `moved`.
 
-    `found`, int64 [3, p]: the numbers of these rows, and the starts and the ends of their ranges of `index`,
-    narrowed by `_bounds`. Each end is replaced by the number of changes that were found in its row.
+    `found`, int64 [3, p], has the numbers of rows, then the start and the end of each row's range of `index`,
+    narrowed by `_bounds`. Each end is replaced by the number of changes that were found in the row.
     """
     at = 0
     for p in range(found.shape[1]):
@@ -135,7 +135,7 @@ def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements,
         near, numbers, amounts, begin = index[low : found[2, p]], element[at:], moved[at:], at
         if row[SIZES + DIMS - 2] == 1 and row[SOURCE + DIMS - 1] == 1:
             base, whole = row[FIRST], ulps[low:]
-            for j in range(near.size):  # loops over slices from 0 on become vector instructions
+            for j in range(near.size):  # both loops index slices from 0, so they vectorize
                 numbers[j] = near[j] - base
             for j in range(near.size):
                 amounts[j] = whole[j]
@@ -166,7 +166,7 @@ class Changes(NamedTuple):
     """Changes of some rows of the table. A row may be listed several times, but an element only once."""
 
     rows: Index  # int64 [p]
-    counts: Index  # int64 [p], changes of each row
+    counts: Index  # int64 [p], number of changes of each row
     element: Elements  # int32 [n], strictly increasing for each of `rows`
     ulps: Bits  # uint16 [n], added to the bits modulo 2^16
 
@@ -175,7 +175,7 @@ class Changes(NamedTuple):
         """Join changes of different elements."""
         columns = [[*column] for column in zip(*found, strict=True)] or [[], [], [], []]
         kinds = np.int64, np.int64, np.int32, np.uint16
-        return cls(*(join(columns.pop(0), kind) for kind in kinds))  # lets go of what it has joined
+        return cls(*(join(columns.pop(0), kind) for kind in kinds))  # `pop` frees what is joined
 
     def blocks(self, size: int) -> Rows:
         """int64 [b, 3]: the row, the first change and the number of changes of blocks of at most `size`."""
@@ -220,7 +220,7 @@ class Step(NamedTuple):
 class HostMemory:
     """The parameters of a `Table` on the host.
 
-    It knows each row's digest: the one found when the row was last hashed, plus the changes of later commits.
+    This object keeps each row's digest, which is the last hash of the row plus the changes of later commits.
     If a commit writes while a row is hashed, that hash is dropped.
     """
 
@@ -251,13 +251,13 @@ class HostMemory:
             self._turn = (self._turn + 1) % SLICES
 
     def read(self, parts: Rows) -> Bits:
-        """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
+        """Read live bits. `parts` is int64 [p, 3]: row of the table, first element, number of elements."""
         bits = np.empty(parts[:, 2].sum(), np.uint16)
         _read(self._table.rows, parts, bits)
         return bits
 
     def prepare(self, changes: Changes) -> tuple[Step, int]:
-        """The step that writes the changes, and how much it changes this worker's share of the digest."""
+        """Return the step that writes the changes, and the change of this worker's share of the digest."""
         new = np.empty_like(changes.ulps)  # the bits after the changes
         rows, blocks, element = self._table.rows, changes.blocks(_NEAR), changes.element
         before = self._digests
@@ -289,7 +289,7 @@ class HostMemory:
 
 @kernel
 def _at(row: Rows, strides: int, element: Any) -> Any:
-    """Offset of an element from the row's first: in the checkpoint (`strides`: SOURCE) or memory (TARGET)."""
+    """Offset of an element from the row's first, in the checkpoint (`strides`: SOURCE) or memory (TARGET)."""
     if row[SIZES + DIMS - 2] == 1:  # sizes are padded in front, so this row has one dimension
         return element * row[strides + DIMS - 1]
     at = np.int64(0)
@@ -306,7 +306,7 @@ def _digest(rows: Rows, inner: Any) -> NDArray[np.uint64]:
     totals = np.zeros(rows.shape[0], np.uint64)
     for r in range(rows.shape[0]):
         row, seed, total = rows[r], np.uint64(rows[r, SEED]), np.uint64(0)
-        length, step, stride = row[SOURCE - 1], row[TARGET - 1], row[COLUMNS - 1]  # innermost
+        length, step, stride = row[SOURCE - 1], row[TARGET - 1], row[COLUMNS - 1]  # of the last dimension
         for start in range(0, row[SIZES:SOURCE].prod(), length):
             first = row[FIRST] + _at(row, SOURCE, start)
             memory = pointer(row[ADDRESS] + 2 * _at(row, TARGET, start))
@@ -368,7 +368,7 @@ def _look(
 
 @kernel
 def _put(rows: Rows, blocks: Rows, element: Elements, values: Bits) -> int:
-    """Write and read back; returns how many elements read back differently."""
+    """Write `values`, and read them back. Returns how many elements read back differently."""
     wrong, places = 0, np.empty(_NEAR, np.int64)
     for b in range(blocks.shape[0]):
         row, first, last = rows[blocks[b, 0]], blocks[b, 1], blocks[b, 1] + blocks[b, 2]

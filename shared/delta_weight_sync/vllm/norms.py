@@ -1,6 +1,6 @@
-"""RMS norm in bf16 as one kernel; vLLM's CPU backend dispatches ten operations for it.
+"""RMS norm in bf16 as one kernel, instead of the ten operations of vLLM's CPU backend.
 
-Sums are float32, and results are rounded once, to nearest. (vLLM's own kernel truncates without AVX-512.)
+Sums are float32, and results are rounded once, to nearest. (Without AVX-512, vLLM's own kernel truncates.)
 """
 
 from typing import Any
@@ -31,9 +31,9 @@ def normalize(
 ) -> None:
     """Write x / rms(x) * weight to `out`.
 
-    `addresses`: of x, residual, weight and out. `shape`: rows, columns, elements of a vector, and how many
-    elements of x lie from row to row and from column to column. If the residual's address is not 0,
-    x + residual replaces x, and is written to the residual.
+    `addresses` are those of x, residual, weight and out. `shape` has the numbers of rows, of columns and of a
+    vector's elements, then the strides of x, in elements, between rows and between columns. If the residual's
+    address is not 0, x + residual is used instead of x, and is also written to the residual.
     """
     x, residual, weight, out = addresses
     rows, columns, size, row, column = shape

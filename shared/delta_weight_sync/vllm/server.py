@@ -49,11 +49,11 @@ class Settings(BaseModel):
 
     run: str  # hf://buckets/<owner>/<name>#<run>; without #<run> the only run of the bucket
     name: str = Field(default_factory=socket.gethostname)  # the replica's name on the dashboard
-    key: str = Field("", repr=False)  # for the HTTP routes that control the follower; empty: no such routes
+    key: str = Field("", repr=False)  # for the HTTP routes that control the follower; if empty, none exist
     public_key: str = ""  # refuse versions that this key did not sign; see `signing`
     signing_key: str = Field("", repr=False)  # must be empty, because it is the trainer's secret
     poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD
-    pause: bool = False  # commit while vLLM is paused by its own calls, not between two of its steps
+    pause: bool = False  # pause vLLM for each commit, instead of committing between two steps
     strict: bool = False  # turn warnings about the release of vLLM into errors; see `compat`
     folder: str = ""  # scratch space for one or two checkpoints; empty: a temporary folder
 
@@ -77,7 +77,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     except ValidationError as error:
         known = {"missing": "not set", "extra_forbidden": "there is no such variable"}
         found: dict[str, str] = {}
-        for problem in error.errors():  # without the value, which may be a secret
+        for problem in error.errors():  # do not quote the value, which may be a secret
             said = problem["msg"].removeprefix("Value error, ").lower()
             found[f"{PREFIX}{str(problem['loc'][0]).upper()}"] = known.get(problem["type"], said)
         raise SettingsError(found) from None
@@ -131,7 +131,7 @@ class Endpoint:
         )
         state.follower.start()
         gc.collect()
-        gc.freeze()  # without it, each look for garbage goes through all imports, for half a second
+        gc.freeze()  # else each garbage collection visits all imports, for half a second
 
 
 async def _follower(request: Request) -> Follower:
@@ -157,7 +157,7 @@ def _router(key: str) -> APIRouter:
         """Return version, digest and state, and the commits of versions after `after`."""
         return follower.report(after)
 
-    # After the first few, any number of pokes causes one look per poll interval. But all replicas of a Hub
+    # However many pokes come, after the first few they cause one poll per interval. But all replicas of a Hub
     # account share one request quota, so pokes need the key if there is one.
     @router.post("/poke", dependencies=owner.dependencies if key else [])
     async def poke(follower: _Running) -> None:
