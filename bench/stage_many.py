@@ -8,6 +8,7 @@ of a trainer on a CPU, from hand-over to HEAD in a local bucket: the median of s
 """
 
 import contextlib
+import gc
 import statistics
 import tempfile
 import time
@@ -92,6 +93,7 @@ def published(tensors: int, changes: int) -> float:
 if __name__ == "__main__":
     util.THREADS = 1
     torch.set_num_threads(1)
+    gc.freeze()  # as a trainer does after its start
     for changes in (600_000, 6_000_000):
         few, many = (published(tensors, changes) for tensors in (FEW, MANY))
         each = f"{FEW} tensors {few:.2f} s, {MANY} {many:.2f} s"
