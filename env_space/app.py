@@ -31,7 +31,7 @@ from space_guard.setup import SettingsError, Setup
 
 MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
-MAX_VISITORS = 1024  # most connections without the key; `max_sessions` if that is higher
+MAX_VISITORS = 1024  # max connections without the key; `max_sessions` if that is higher
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
 PAGE = Path(__file__).with_name("page")
 # The page may load nothing from other sites, and no text of a policy may run as a script.
@@ -77,7 +77,7 @@ class Guess(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # Any constraint makes pydantic refuse lone surrogates, which no answer can hold.
+    # Any constraint makes pydantic refuse lone surrogates, which no response can hold.
     word: Annotated[str, Field(min_length=0)]
     turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _INTEGER]
 
@@ -110,8 +110,8 @@ class Metrics:
         labels = ["outcome", "split", "via"]
         self._games = prometheus.Counter("wordle_games", "Games that ended", labels, registry=registry)
         self._guesses = prometheus.Counter("wordle_guesses", "Guesses played", ["kind"], registry=registry)
-        self.active = prometheus.Gauge("wordle_active_sessions", "Games in play", registry=registry)
-        self.capacity = prometheus.Gauge("wordle_max_sessions", "Maximum games in play", registry=registry)
+        self.active = prometheus.Gauge("wordle_active_sessions", "API games in play", registry=registry)
+        self.capacity = prometheus.Gauge("wordle_max_sessions", "Max API games in play", registry=registry)
         self.seconds = prometheus.Histogram(
             "wordle_move_seconds", "Seconds to play a move", ["via"], buckets=_BUCKETS_S, registry=registry
         )
@@ -125,7 +125,7 @@ class Metrics:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Build the service, with an empty store. Raises `SettingsError` as `Rules` does."""
+    """Build the service, with empty stores of games. Raises `SettingsError` as `Rules` does."""
     rules, metrics = Rules(settings), Metrics()
 
     def ended(session: Session) -> None:
@@ -227,7 +227,7 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        """Say whether the service is up, how many games are in play, and how many may be."""
+        """Say whether the service is up, how many API games are in play, and how many may be."""
         return {"status": "healthy", "sessions": len(sessions), "max_sessions": sessions.capacity}
 
     @app.get("/metrics", response_class=Response, include_in_schema=False)
@@ -282,7 +282,7 @@ def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
         "ws_max_size": MAX_BODY_BYTES,
         "ws_per_message_deflate": False,
         "ws_ping_interval": 30,
-        "ws_ping_timeout": 300,  # a client may spend minutes on a training step; pings only free sockets
+        "ws_ping_timeout": 300,  # a client may train for minutes; pings only serve to find dead sockets
     }
 
 

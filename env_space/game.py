@@ -16,13 +16,13 @@ from space_guard.setup import SettingsError
 
 LENGTH = 5
 MAX_GUESSES = 6
-MAX_STORED = 32  # characters of a guess that are stored, because a policy may write very long ones
+MAX_STORED = 32  # a guess is stored up to this length in characters, because a policy may write long ones
 MAX_SEED = 2**53  # all languages can read integers below this exactly from JSON
 HELD_OUT = 10  # one answer in this many is never used in training
 
 SOLVED, EARLY = 1.0, 0.05  # the reward for solving, and for each unused guess
 LETTERS = 0.2  # the reward if all letters of the best guess are green; a yellow earns half of a green
-GAVE_UP = 0.2  # subtracted from the reward for giving up
+GAVE_UP = 0.2  # subtracted from the reward of a game that the player gives up
 
 GREEN, YELLOW, GREY = "+", "?", "-"
 OPENING = "Play Wordle."

@@ -23,7 +23,7 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Session, Sessions
 
 Answer = dict[str, Any]
-MOST_IDLE = 64  # most connections without a game; `max_sessions` if that is higher
+MOST_IDLE = 64  # max connections without a game; `max_sessions` if that is higher
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _EXAMPLES = {4: "lane", 5: "crane", 6: "planet", 7: "strange"}
 _LETTERS = str.maketrans("+?-", "GYX")
@@ -71,7 +71,7 @@ class Observation(BaseModel):
 
 
 class State(BaseModel):
-    """The state of the connection's game. `last_info` has the secret only once the game is over."""
+    """The state of the connection's game. `last_info` hides the secret until the game is over."""
 
     episode_id: str | None
     step_count: int
@@ -215,7 +215,7 @@ def _story(message: str, move: Move) -> str:
 
 
 def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogram) -> None:
-    idle: dict[WebSocket, None] = {}  # connections without a game, quiet longest first
+    idle: dict[WebSocket, None] = {}  # connections without a game; the first has been quiet for longest
 
     @app.websocket("/ws")
     async def play(socket: WebSocket) -> None:

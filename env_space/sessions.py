@@ -10,7 +10,7 @@ from uuid import UUID
 from env_space.game import MAX_STORED, Game, GameError, Move, quote
 
 START_ANOTHER = "POST /sessions starts a new one"
-_SOON = {"Retry-After": "1"}  # a game takes seconds, and the end of any game makes room
+_SOON = {"Retry-After": "1"}  # a game takes seconds, and its end makes room
 
 
 @dataclass(frozen=True, slots=True)

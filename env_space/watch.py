@@ -19,13 +19,13 @@ from env_space.settings import Settings
 from space_guard.limits import client_address
 from space_guard.requests import KEY_HEADER, refusals
 
-# Most watched games at a time, in total and per address, because these games use the replica.
+# Limits of watched games at a time, in total and per address, because these games use the replica.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
 TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
-# Read once: reading the certificates would block all players for tens of milliseconds.
+# Read once: reading the certificates for each game would block all players for tens of milliseconds.
 _TLS = httpx.create_ssl_context(trust_env=False)
 # The policy had this tool in training. Without the tool, the policy would read another prompt.
 _TOOL = {

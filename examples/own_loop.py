@@ -44,7 +44,7 @@ def main(policy: str, url: str, steps: int = 5) -> None:
             end = step == int(steps)  # before the end, a state is saved every few minutes
             publisher.save_state(model.named_parameters(), optimizer, extra={"step": step}, final=end)
         newest = publisher.flush()
-        print(f"version {newest.version}: {newest.changed} of {newest.total} weights changed at its step")
+        print(f"version {newest.version}: {newest.changed} of {newest.total} weights changed")
 
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -11,8 +11,8 @@ log = logging.getLogger("delta_weight_sync")
 
 
 def main() -> None:
-    """Start the Space. If a setting is missing or wrong, say which: on the Hub in a web page, elsewhere in
-    the message with which the program exits."""
+    """Start the Space. If a setting is missing or wrong, say which: on the Hub in a web page; elsewhere, and
+    for REPLICA_FOLDER always, in the message with which the program exits."""
     from delta_weight_sync.errors import DeltaWeightSyncError
     from inference_space.public_port import create_app, listen
     from inference_space.settings import SETUP, Settings

@@ -139,7 +139,7 @@ class Gate:
             except TimeoutError:
                 if not clock.expired():  # a timeout of the app itself, not of the lane
                     raise
-                sentence = "the answer took longer than this Space allows: ask for fewer tokens"
+                sentence = "the answer took longer than this Space allows: ask again, or for fewer tokens"
                 raise HTTPException(504, sentence) from None
 
     async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> tuple[bytes, int]:
@@ -180,7 +180,7 @@ def find_route(scope: Scope) -> Route:
 # types, logprobs and lengths in tokens.
 BYTES_PER_TOKEN = 16  # in a body, per token of context: a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
-MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
+MAX_BODY = 8 << 20  # bytes: the limit for a long context, and while the context is unknown
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together
 # vLLM makes a grammar from these fields. vLLM goes on compiling a grammar even if the client hangs up.
 GRAMMARS = "structured_outputs", "response_format"

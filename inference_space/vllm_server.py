@@ -59,7 +59,7 @@ class VllmServer(Engine):
         self._assets: dict[str, str] = {}
         self.app: ASGIApp | None = None
         self.context: int | None = None  # tokens of the model's context; None before the start
-        self.follower: Follower | None = None  # names the version in the headers of streamed answers
+        self.follower: Follower | None = None  # knows the served version, for headers of answers
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
         if not gpu_build.is_installed():
             # Otherwise a CPU's first answer waits ten seconds while vLLM compiles its ranking of logprobs.

@@ -1,4 +1,4 @@
-"""The trainer box: TRL's asynchronous GRPO, and the publisher that puts its weights into the bucket."""
+"""The trainer: TRL's asynchronous GRPO, and the publisher that puts the weights into the bucket."""
 
 import os
 

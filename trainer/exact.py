@@ -53,7 +53,7 @@ class PastPolicy:
         self.log, (self.sync,) = log, log.syncs
 
     def keep_up(self) -> None:
-        """Leave the log's oldest sync: a publish may drop it, and `roll` can start only at a logged sync."""
+        """Move off the oldest logged sync: a publish may drop it, and `roll` must start at a logged one."""
         if self.log.syncs[0] == self.sync != self.log.syncs[-1]:
             self.roll(self.log.syncs[1])
 
@@ -118,7 +118,7 @@ class ExactSamples(TrainerCallback):
         self._ready: deque[TracedSample] = deque()
 
     def on_train_begin(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        # A sample may be `max_staleness` syncs old. Keep one more sync, because the next drops the oldest.
+        # A sample may be `max_staleness` syncs old. Keep one more, because the next sync drops the oldest.
         self._past.begin(self._trainer.model, self._publisher.keep_undo_log(args.max_staleness + 1))
 
     def on_step_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 _TILE = 4096, 32768  # at most this many tokens and vocabulary entries are in TRL's logits at a time
 _ADAMW = "adamw_torch_fused", "adamw_torch"  # other optimizers count as if they had no moments
-ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact
+ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact with AdamW
 
 
 def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, int]:

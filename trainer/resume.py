@@ -93,7 +93,7 @@ class SaveState(TrainerCallback):
 
     @property
     def saved(self) -> bool:
-        """Whether a state of the present weights was saved. False after an abandoned step."""
+        """Whether a state of the present weights was copied for the upload. False after an abandoned step."""
         return self._synced and not self._syncs
 
     def _sync(self) -> None:
@@ -103,7 +103,7 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Save the state of the last sync, unless it is saved. `final`: do so even soon after another."""
+        """Save the state of the last sync, unless it is saved. `final`: even right after another state."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}

@@ -1,7 +1,7 @@
 """Collects rollouts from several replicas and records which sync's weights generated each token.
 
-This module extends TRL's rollout worker. The worker then chooses a replica for each game, changes to another
-replica if the first fails, and labels each sample with the syncs that the replicas report.
+This module extends TRL's rollout worker. The worker then chooses a replica for each rollout, changes to
+another replica if the first fails, and labels each sample with the syncs that the replicas report.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from trainer.spaces import Fleet, SpacesUnavailableError
 from trainer.tasks import Task
 
 MODEL_NAME = "policy"  # the name under which every replica serves its model
-UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync no replica reported
+UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync is not known for sure
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
 _MIN_SYNC = "X-Policy-Min-Sync"  # a replica whose weights are older than this sync refuses the request

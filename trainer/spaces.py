@@ -208,7 +208,7 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
     if status in (401, 403):
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
     # The Hub says that a private Space does not exist if the token may not see it. While a Space starts, the
-    # Hub answers with an HTML page, and with a status that the next condition lets pass.
+    # Hub answers with an HTML page and a status for which the next condition is false.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         fix = f"give the Space's own URL with {_OPTION[kind]}, such as https://<owner>-<name>.hf.space"

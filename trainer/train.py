@@ -64,7 +64,7 @@ def main() -> None:
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
     if config.token_budget is None:  # TRL would ask a replica, but none serves before version 0
-        raise SystemExit("--token_budget is missing: set the tokens of a forward pass, or 0 for no limit")
+        raise SystemExit("--token_budget is missing: set the max tokens of a forward pass, or 0 for no limit")
     if not config.use_cpu and (problem := gpu_build.problem()):
         raise SystemExit(f"trainer: {problem}")
     if config.n_gpu > 1:
@@ -129,7 +129,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         if log and watch:
             ended: Literal["time", "steps"] = "time" if stop.out_of_time else "steps"
             log.append(DoneEvent(t=time.time(), version=newest.version, digest=digest, stopped_by=ended))
-            watch.wait_for(newest.version)  # until every replica serves the last version
+            watch.wait_for(newest.version)  # until all replicas serve the last version, for at most 2 minutes
             print(f"published version {newest.version}, digest {digest}", flush=True)
 
 

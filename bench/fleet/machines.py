@@ -56,6 +56,7 @@ class Scenario:
     ranks: int = 1  # of the trainer, `cost.PER_MACHINE` on each machine; each has one tensor
     given_workers: int = 0  # of a replica; 0: as many as its memory needs
     cores: int = 2  # of a rank, and of each worker of a replica
+    core_s: float = 0.0  # of one core that all replicas share, for each of their requests
     limits: Limits = UNLIMITED  # that the Hub enforces
     events: bool = True
     event_s: float = 0.5
@@ -347,7 +348,7 @@ class Replica(follower.Follower):
 
     def __init__(self, fleet: Fleet, number: int, folder: Path) -> None:
         region = number % len(fleet.pipes)
-        link = Link(fleet.asked.regions[region].latency, fleet.pipes[region])
+        link = Link(fleet.asked.regions[region].latency, fleet.pipes[region], fleet.core, fleet.asked.core_s)
         bucket = SimBucket(fleet.hub, link, "replica", fleet.asked.events)
         self.fleet, self.sync = fleet, -1
         self.since = fleet.clock.now  # when it was started, and later when it first served
@@ -387,6 +388,7 @@ class Fleet:
             for module, names in self.simulated().items():
                 stack.enter_context(mock.patch.multiple(module, **names))
             self.pipes = [Pipe(self.clock, region.store, region.link) for region in self.asked.regions]
+            self.core = Pipe(self.clock, 1.0) if self.asked.core_s else None
             self._folder = Path(folder)
             self.clock.spawn(self._train, "trainer")
             self.clock.run()

@@ -1,4 +1,4 @@
-"""Reads the bucket for the dashboard, once for all viewers: the live page, and whatever viewers open.
+"""Reads the bucket once for all viewers, for the dashboard's live page and for whatever viewers open.
 
 `RunCache` follows the run in one thread. `Library` answers from caches. `RateLimitedBucket` limits what
 visitors make the dashboard read, because replicas and the trainer need the owner's quota.
@@ -30,16 +30,16 @@ EVERY_S = 1.0  # seconds between two readings while there are viewers
 IDLE_S = 60.0  # seconds between two readings without viewers
 LIST_EVERY_S = 5.0  # seconds for which a listing is reused, for each 1,000 objects that it has
 FAILED_S = 300.0  # seconds until a damaged object is read again: it may have been repaired
-MAX_REBUILD = 1_000_000_000  # most bytes of files from which a dashboard rebuilds a version for a proof
-MAX_DOWNLOAD = 256_000_000  # most bytes of an object that a visitor may download through the dashboard
+MAX_REBUILD = 1_000_000_000  # max bytes of files from which a dashboard rebuilds a version for a proof
+MAX_DOWNLOAD = 256_000_000  # max bytes of an object that a visitor may download through the dashboard
 WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's own
-CALLS = 240  # per window, of up to 3 requests each; the Hub allows a free user 1,000, and 5,000 for files
-BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
+CALLS = 240  # in a window; each makes up to 3 requests. The Hub allows a free user 1,000, and 5,000 for files
+BYTES = 2_000_000_000  # in a window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10
 _DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica still serves
 _MANIFESTS, _PROOFS = 256, 4096  # answers kept in memory
-_TENSORS = 200_000  # most tensors in all opened deltas in memory together; each takes about 300 bytes
+_TENSORS = 200_000  # max tensors in all opened deltas in memory together; each takes about 300 bytes
 _DISK = 1_000_000_000  # bytes of objects kept for further downloads
 
 Pause = Callable[[float, threading.Event | None], object]  # waits these seconds, or until the event is set
@@ -62,7 +62,7 @@ class RunView:
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
     start: Start | None = None  # what happens before the first step
-    waited: str = ""  # time since the last part of the start, or since the dashboard started
+    waited: str = ""  # time since the newest entry of `start`, or since the dashboard started
 
 
 class RunCache:

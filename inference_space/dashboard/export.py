@@ -29,7 +29,7 @@ from inference_space.dashboard.state import Progress, RunState, moments
 
 WEB = Path(__file__).parents[2] / "web"
 _PAGES = 8  # pages of the view Bucket that are exported
-MAX_COPY = 100_000_000  # bytes of a run that are exported for the replica in a browser
+MAX_COPY = 100_000_000  # bytes; a larger run is not copied for the replica in a browser
 
 
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:

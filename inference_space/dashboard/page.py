@@ -120,7 +120,7 @@ def describe(controls: Controls) -> Markup:
 def guarded(
     controls: Controls, owner: Owner, act: Callable[[str], None]
 ) -> Callable[[str | None, str | None, gr.OAuthProfile | None], tuple[str, str]]:
-    """Make a handler that lets only the owner `act`, and returns what the replica follows and any refusal."""
+    """Make a handler that calls `act` for the owner only. The handler returns the state and any refusal."""
 
     # Gradio fills in the profile from its signed session; a visitor cannot send a profile.
     def run(key: str | None, version: str | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
@@ -181,7 +181,7 @@ def render(view: data.RunView) -> Markup:
 
 
 def body(run: Progress, view: data.RunView | None = None) -> Markup:
-    """Render a run's figures, with its curves or, if the run has no step yet (`view`), with its start."""
+    """Render a run's figures, with its curves, or with its start if `view` is given (no step yet)."""
     (syncs, axis), drawn = timeline(run), charts(run)
     return render_template("run.html", run=run, charts=drawn, syncs=syncs, axis=axis, view=view)
 
@@ -224,7 +224,7 @@ def prerendered(app: ASGIApp, view: Callable[[], data.RunView], *, owner: bool) 
 
 
 def insert(page: str, painted: str) -> str:
-    """Insert styles, scripts and a first paint into Gradio's page. Raises `ValueError` for another page."""
+    """Insert styles, scripts and a first paint into Gradio's page. An unknown page raises `ValueError`."""
     head, closed, rest = page.partition("</head>")
     before, opened, after = rest.partition("<gradio-app")
     if not (closed and opened) or _NAME in page:

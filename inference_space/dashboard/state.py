@@ -53,7 +53,7 @@ class Replica:
     """One replica. Do not trust the texts in its status: they come from outside."""
 
     status: ReplicaEvent
-    lag_s: float | None = None  # of its last commit: seconds since the trainer's hand-over
+    lag_s: float | None = None  # of its last commit that was no join: seconds from the trainer's hand-over
     versions: Series = ()  # (unix seconds, version) of each change; in a `Progress`, of those in the chart
     lags: Series = ()  # (version, seconds); only in a `Progress`
 
@@ -77,7 +77,7 @@ class Progress:
     sent_full_bytes: int = 0  # what the same syncs would have sent as whole checkpoints
     group: StepEvent | None = None  # the newest step whose rollouts were recorded
     # The next fields are computed when a page needs them.
-    digests: Mapping[int, str | None] = field(default_factory=dict)  # published; of the versions in reports
+    digests: Mapping[int, str | None] = field(default_factory=dict)  # published digests of reported versions
     payload_bytes: float | None = None  # median of the deltas
     anchor_every: float | None = None  # median versions between the last anchors; None before the second
     pause_ms: float | None = None  # median
@@ -85,7 +85,7 @@ class Progress:
     lag_s: float | None = None  # median
     step_s: float | None = None  # median time between two versions
     replicas: tuple[Replica, ...] = ()
-    syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...] = ()  # newest first, with the slowest commit
+    syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...] = ()  # newest first, each with its slowest commit
     trainer: Series = ()  # (unix seconds, version), in the chart of versions over time
     curves: dict[str, Series] = field(default_factory=dict)  # by the names in `_CURVES`
     reward_steps: int = 0  # how many steps each of the next two means covers
@@ -327,7 +327,7 @@ def moments(newest: int) -> list[int]:
 
 
 def _stride(newest: int) -> int:
-    """The versions between two moments. The stride only doubles, so no version becomes a moment later."""
+    """The distance of two moments, in versions. As it only doubles, no moment is added between others."""
     return 1 << math.ceil(math.log2(max(1, newest / (FRAMES - 1))))
 
 

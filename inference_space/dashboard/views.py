@@ -22,12 +22,12 @@ from inference_space.dashboard.state import Progress
 
 FAR = 5  # units of the last place (ULPs); larger moves count as `FAR`
 # Limits, because the bucket may be hostile and the model's size is unknown here.
-MAX_TABLE = 4 << 20  # most bytes of the header of a delta's part, enough for some 50,000 tensors
-MAX_DECODE = 64 << 20  # most bytes of a delta's part that is decoded for a picture
-MAX_NUMBERS = 1 << 23  # most numbers in a decoded part, at 14 bytes each
+MAX_TABLE = 4 << 20  # limit in bytes of the header of a delta's part, enough for some 50,000 tensors
+MAX_DECODE = 64 << 20  # bytes; a larger part of a delta is not decoded for a picture
+MAX_NUMBERS = 1 << 23  # limit of the numbers in a decoded part, at 14 bytes each
 PAGE = 25  # objects of each kind on a page of the view Bucket
 _STAND_ALONE = {"gaps", "mask", "dense"}  # modes that decode without the old weights
-_MAX_CELLS, _MAX_REST = 20_000, 200  # most cells of the heat map, and most tensors outside of the map
+_MAX_CELLS, _MAX_REST = 20_000, 200  # limits: cells of the heat map, tensors outside of the map
 MAX_TENSORS = 2000  # tensors of an opened delta that the page lists
 _MAX_KINDS = 16  # folders of a run that are listed separately; the rest is listed together
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,6})\.(.+)")
@@ -130,7 +130,7 @@ def can_download(name: str) -> bool:
 def listing(objects: Listing, run: str, page: int, openable: Collection[int] | None = None) -> Markup:
     """Render page `page`, counted from 0, of the run's objects by kind, newest first.
 
-    `openable` are the versions whose deltas can be opened; None (live page): all, with downloads.
+    `openable` are the versions whose deltas can be opened; None (on the live page): all, with download links.
     """
     folder = f"runs/{run}/"
     kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
@@ -174,7 +174,7 @@ class Facts:
     stage_s: float
     pause_s: float  # generation waits for this
     poll_s: float
-    anchor_every: int  # versions
+    anchor_every: int  # versions from one anchor to the next
 
 
 # Qwen3-0.6B with 0.99 % of its weights changed per sync; the encoding `fast` takes 1.25 bytes per change.

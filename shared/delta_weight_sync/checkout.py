@@ -30,7 +30,7 @@ from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.watch import Watcher
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest in a version's folder: says which version that is
-_WAIT_S: Final = 1.0  # most seconds between two checks whether to stop
+_WAIT_S: Final = 1.0  # max seconds between two checks whether to stop
 _log = logging.getLogger(__name__)
 
 

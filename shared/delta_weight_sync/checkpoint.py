@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "model.safetensors"  # the weights of a checkpoint, if they are in one file
-INDEX = f"{WEIGHTS}.index.json"  # lists which file has which tensor, if there are several
+INDEX = f"{WEIGHTS}.index.json"  # says which file has which tensor, if the weights are in several files
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
 _HEAD = "lm_head.weight"
-_SAME = 0.01  # policy and base have equal bits in this share of a tensor at least; other models in less
+_SAME = 0.01  # min share of a tensor's elements that are equal in policy and base; other models have less
 _SHARDS = "model*.safetensors"
 # What a server reads besides the weights: config, tokenizer, chat template, processors.
 _FILES = (
@@ -41,7 +41,7 @@ _log = logging.getLogger("delta_weight_sync")
 def to_bits(tensor: torch.Tensor) -> Bits:
     """Return a copy of `tensor` as bf16 bits: uint16, of the same shape, C-contiguous, on the host.
 
-    Host tensors are rounded as by `codec.nearest`, because torch's bits of a NaN depend on the machine.
+    Host tensors that are not bf16 are rounded by `codec.nearest`: torch's NaN bits depend on the machine.
     """
     import torch
 

@@ -64,7 +64,7 @@ class Release:
         return not self.features[feature].missing
 
     def cure(self, since: str = "") -> str:
-        """The command to install a tested release from `since` on: the next newer one, else the newest."""
+        """Command to install a tested release >= `since`: the first one newer than this, else the newest."""
         works = [release for release in self.run if _number(release) >= _number(since)]
         newer = (release for release in works if _number(release) > _number(self.version))
         return f"pip install '{self.package}=={next(newer, works[-1])}.*'"
@@ -110,7 +110,7 @@ def examine(package: str, site: Path | None = None) -> Release:
 
 
 def require(package: str, *needed: str) -> Release:
-    """The installed release of `package`. Logs a warning if it is untested or lacks an optional feature.
+    """The installed release of `package`. The main process logs the warnings of `problems`.
 
     Raises `CompatibilityError` if there is no release, or if it lacks a required feature or one in `needed`.
     """

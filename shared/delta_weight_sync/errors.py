@@ -31,7 +31,7 @@ __all__ = [
     "StateError",
     "UndoLogError",
 ]
-_LONGEST: Final = 4000  # most characters of a message
+_LONGEST: Final = 4000  # max characters of a message
 
 
 class DeltaWeightSyncError(Exception):
@@ -63,7 +63,7 @@ class SettingsError(ConfigError):
 
 
 class KeyFormatError(ConfigError):
-    """A signing or public key cannot be used; the message names the key's variable and quotes no secret."""
+    """A signing or public key cannot be used, or its file exists already; the message quotes no secret."""
 
 
 class FolderError(ConfigError):

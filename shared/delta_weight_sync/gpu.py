@@ -44,7 +44,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host after all work on the current stream. Only this function waits for a GPU.
+    """Copy a tensor to the host after all work on the current stream. Counts as one wait for a GPU.
 
     A tensor on a GPU is copied to pinned memory, which torch keeps for the next read.
     """

@@ -64,7 +64,7 @@ def problem() -> str:
 def use_compatibility() -> str:
     """If the driver is too old, make vLLM's processes load this machine's newer CUDA libraries, if any.
 
-    vLLM's images contain such libraries. They work only on data-centre GPUs. Returns their folder, or "".
+    vLLM's Docker images have such libraries; they work only on data-centre GPUs. Returns the folder, or "".
     """
     import torch
 

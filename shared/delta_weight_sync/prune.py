@@ -1,8 +1,8 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
 This is safe while a writer and readers use the run. Objects of the last `GRACE_S` seconds before the newest
-object stay, with all files that manifests among them name, because readers may still fetch these. HEADs, log,
-trainer states, and files of a version that is being published stay, too. A finished run does not age.
+object stay. If a manifest is one of them, all files that it names stay, because readers may still fetch them.
+HEADs, log, trainer states, and files of a version that is being published stay. A finished run does not age.
 """
 
 import re

@@ -32,15 +32,15 @@ from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.store import file_sha256
 
 FORMAT: Final = "delta-weight-sync/2"
-POLL_S: Final = 1.0  # usual seconds between two requests for HEAD
-MAX_ASSETS: Final = 1024  # most files of an anchor
-MAX_PARTS: Final = 64  # most parts of a delta that a trainer writes
-MAX_REFS: Final = 1 << 14  # most delta files in a manifest, and also most jump files
+POLL_S: Final = 1.0  # usual seconds between two requests for HEAD, without the Hub's events
+MAX_ASSETS: Final = 1024  # max files of an anchor
+MAX_PARTS: Final = 64  # max parts of a delta that a trainer writes
+MAX_REFS: Final = 1 << 14  # max delta files in a manifest, and max jump files
 LARGEST: Final = 1e15  # the largest number that a log event may report, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
 ANCHOR_PAYS: Final = 0.5  # write an anchor when a join must fetch deltas of more than this share of the model
 MAX_FILES: Final = 128  # write an anchor when a join needs this many deltas and jumps, however small
-WINDOW: Final = 64  # a manifest always names the deltas of this many newest versions
+WINDOW: Final = 64  # a manifest names the deltas of the newest 64 versions, back to one without a delta
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 
 _NUMBER = r"\d{8,18}"  # a version or a term; 18 digits always fit into a `Count`
@@ -82,7 +82,7 @@ class Keys:
 
     def __init__(self, run: str) -> None:
         if not re.fullmatch(RUN_NAME, run):
-            raise ProtocolError(f"{run!r} is not a run name: use 1 to 96 letters, digits, '.', '_' and '-'")
+            raise ProtocolError(f"{run!r} is not a run name: use 1 to 96 letters, digits, or (not first) ._-")
         self.run = run
         self.folder = f"runs/{run}/"
         self.heads = f"{self.folder}heads/"
@@ -289,8 +289,8 @@ class Sealed(Record):
 class Manifest(Sealed):
     """How to build one version, and the digest that proves it.
 
-    `deltas` are consecutive and end at `version`; each delta is one file or several parts. Together with
-    `jumps`, they lead to `version` from the anchor, and from each of the last `WINDOW` versions.
+    `deltas` are consecutive and end at `version`; each delta is one file or several parts. With `jumps`, they
+    lead to `version` from the anchor, and from the last `WINDOW` versions, back to one without a delta.
     """
 
     born: Time  # unix seconds when the run was created; a run that is started over gets a new time
@@ -426,8 +426,8 @@ def cheapest_recipe(
 ) -> Recipe | None:
     """The recipe with the fewest bytes, then the fewest files. None if nothing leads to `version`.
 
-    A recipe starts at `anchor`, or at `held`, a version that you already have. All parts of a delta count as
-    one. One pass over the deltas and jumps, sorted by base, is enough, because each leads to a later version.
+    A recipe starts at `anchor`, or at `held`, a version that you already have. It has all parts of a delta or
+    none. One pass over deltas and jumps, sorted by base, is enough, because each leads to a later version.
     """
     links: dict[tuple[int, int], list[DeltaRef]] = {}
     for delta in deltas:

@@ -20,10 +20,10 @@ from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.records import FORMAT, Count, Digest, Keys, Line, Number, Record, Text, Time, Word, cut
 from delta_weight_sync.store import Bucket
 
-SEGMENT: Final = 512  # most events of a segment
+SEGMENT: Final = 512  # max events of a segment
 SEGMENT_BYTES: Final = 4 << 20
-LINE: Final = 1 << 20  # most bytes of an event
-METRICS: Final = 256  # most metrics of a step
+LINE: Final = 1 << 20  # max bytes of an event
+METRICS: Final = 256  # max metrics of a step
 _log = logging.getLogger(__name__)
 
 
@@ -190,7 +190,7 @@ class RunLogReader:
     def poll(self) -> Iterator[Event]:
         """Yield the events added since the last call, oldest first, with one segment in memory at a time.
 
-        If the iteration ends early, perhaps because the bucket fails, the next call continues at that event.
+        If the iteration ends early, perhaps because the bucket fails, the next call continues where it ended.
         """
         while True:
             complete = self._bucket.stat(self._keys.segment(self._segment + 1)) is not None

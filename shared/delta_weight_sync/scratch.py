@@ -15,8 +15,8 @@ PREFIX: Final = "delta-weight-sync-folder-"
 class Scratch:
     """A temporary folder, which is removed with this object or at the end of the process.
 
-    The process holds a lock on the folder. If it is killed, the lock is released, and the next `Scratch` of
-    this user removes the folder.
+    The process holds a lock on the folder. If the process is killed, the lock is released, and the next
+    `Scratch` of this user removes the folder.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from delta_weight_sync.store import SMALL
 FIRST_S = 1.0  # pause after the first failure; each further failure doubles the pause
 LONGEST_S = 600.0
 _LIST_EVERY = 30  # at least one poll in 30 lists all HEADs; the Hub allows fewer lists than reads
-_AHEAD = 3  # deltas of this many further versions are fetched before a manifest names them
+_AHEAD = 3  # the deltas of the next version and of at most 3 more are fetched before a manifest names them
 _STORE = "the store"
 
 

@@ -225,7 +225,7 @@ def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: A
 class Lane:
     """Requests that share limits: `capacity` units in use at the same time, and `seconds` for each request.
 
-    A quarter of the capacity is reserved for clients with the key, and one visitor gets at most a quarter.
+    A quarter of the capacity is reserved for clients with the key. A visitor can use a quarter (at least 1).
     """
 
     def __init__(self, capacity: int, seconds: float | None = None) -> None:

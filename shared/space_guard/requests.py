@@ -100,7 +100,7 @@ class RateLimit:
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
     def spend(self, client: str, cost: float) -> float:
-        """Charge a client `cost` (at most `burst`). Returns 0, or the seconds until the client can pay."""
+        """Charge a client; `cost` must be at most `burst`. Returns 0, or the seconds until it can pay."""
         now = self._clock()
         until = max(now, self._paid_until.get(client, now)) + cost / self._per_second
         if until > now + self._ahead_s:

@@ -26,6 +26,8 @@ from tests.support.hubsim import HubSim
 
 HUB = read()["hub"]
 SMALL = Scenario(HUB["weights"], 0.01, replicas=2, step_s=3, minutes=3, link=1e9, event_s=0.0)
+# Processor time of a follower per version: of 16 in one process, by psutil while `bench.hub` measured them.
+FOLLOWER_S = 0.0132
 SIZES = (
     1000,
     9 << 20,
@@ -114,21 +116,25 @@ def test_simulated_clients_make_the_requests_of_the_real_ones(tmp_path, monkeypa
     assert found == real
 
 
-@pytest.mark.parametrize("way", ["events", "polling"])
-def test_lags_and_requests_are_those_measured(way):
+@pytest.mark.parametrize(("followers", "way"), [(1, "events"), (1, "polling"), (16, "events")])
+def test_lags_and_requests_are_those_measured(followers, way):
     measured = HUB["latencies"]["0.1"]
-    published, taken = measured["hand-over to HEAD"], measured[f"HEAD to staged, 1 follower, {way}"]
+    published = measured["hand-over to HEAD"]
+    taken = measured[f"HEAD to staged, {followers} follower{'s' if followers > 1 else ''}, {way}"]
     request_s = published["seconds"] / published["in_turn"]  # with what the client itself does for it
-    asked = replace(SMALL, replicas=1, minutes=10, latency=request_s, regions=(Region(request_s, 1e9),))
-    asked = replace(asked, step_s=3.1, assets=POLICY, events=way == "events")
-    one = Figures(Fleet(asked).run())
-    kinds = {
-        name: count / one.versions for (role, name), count in one.fleet.hub.kinds.items() if role == "replica"
-    }
+    asked = replace(SMALL, replicas=followers, minutes=10, step_s=3.1, assets=POLICY, events=way == "events")
+    asked = replace(asked, latency=request_s, regions=(Region(request_s, 1e9),))
+    if followers > 1:  # they were threads of one process
+        asked = replace(asked, core_s=FOLLOWER_S / taken["requests"])
+    some = Figures(Fleet(asked).run())
+    kinds = Counter()
+    for (role, name), count in some.fleet.hub.kinds.items():
+        kinds[name] += count / some.versions / followers if role == "replica" else 0
     for name in ("GET /buckets/...", "GET /cas-bridge/..."):
         assert kinds[name] == pytest.approx(taken["kinds"][name], abs=0.05)
     after_head = request_s  # whether another trainer took over
-    assert one.lag == pytest.approx(published["seconds"] - after_head + taken["seconds"], rel=0.2)
+    lag = some.p95 if followers > 1 else some.lag  # measured: until the last follower has staged
+    assert lag == pytest.approx(published["seconds"] - after_head + taken["seconds"], rel=0.2)
 
 
 def test_a_seed_gives_the_same_run_again():

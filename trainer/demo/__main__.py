@@ -234,7 +234,7 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     from trainer.policies import smollm2
 
     logging.disable_progress_bar()
-    progress.say("policy       SmolLM2-135M after imitation learning   (the first demo unpacks it)")
+    progress.say("policy       SmolLM2-135M after imitation learning   (unpacked at the first start)")
     return smollm2.build(folder.parent / "smollm2-reverse-text", "reverse_text")
 
 

@@ -111,7 +111,7 @@ def _signals_delayed() -> Iterator[None]:
 def free_port(wanted: int = 0) -> int:
     """Return port `wanted`, or any free port if `wanted` is 0. Raises `ChildError` if `wanted` is taken."""
     try:
-        with socket.create_server(("127.0.0.1", wanted)) as probe:  # binds a port that was just released
+        with socket.create_server(("127.0.0.1", wanted)) as probe:  # also binds a port that was just released
             return int(probe.getsockname()[1])
     except OSError:
         fix = f"choose another, for example: make demo PORT={wanted + 1}"

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     down = command("down", _down, "delete the Spaces and keep the bucket")
     down.add_argument("--bucket", action="store_true", help="also delete the bucket, with all its runs")
     doctor = command("doctor", _doctor, "check everything that a deployment needs")
-    doctor.add_argument("--config", type=Path, default=_CONFIG, help="trainer's file (default: Qwen3-0.6B's)")
+    doctor.add_argument("--config", type=Path, default=_CONFIG, help="trainer config (default: Qwen3-0.6B's)")
     doctor.add_argument("--model", help="a Hub id, or the folder of a checkpoint; by default the config's")
     doctor.add_argument("--hardware", choices=GPUS, default="l4x1", help="GPUs of a replica (default: l4x1)")
     return parser

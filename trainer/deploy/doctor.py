@@ -90,7 +90,7 @@ def _token(setup: Setup) -> str:
 
 def _space_token(setup: Setup) -> str:
     if not setup.space_token and setup.spaces and not any(space.private for space in setup.spaces):
-        return "not set here; only a trainer that uses private Spaces needs it"
+        return "not set here; only `up` and trainers that use private Spaces need it"
     hub.require_read_only(setup.api, setup.space_token)
     return "SPACE_HF_TOKEN is read-only"
 
@@ -233,5 +233,5 @@ CHECKS: dict[str, Callable[[Setup], str]] = {
     "GPU of the replicas": _replica_gpu,
     "GPU of the trainer": _trainer_gpu,
     "software for GPUs": _gpu_software,
-    "bucket": _bucket,  # last, because opening a bucket changes the time limits of the Hub's client
+    "bucket": _bucket,  # last, because it is the only check that writes to the Hub
 }

@@ -83,7 +83,7 @@ def _refusal(error: HfHubHTTPError, variable: str) -> str:
     known = {
         401: f"the Hub does not know this token (401): create a new one at {TOKENS} and set {variable} to it",
         402: f"the Hub asks for payment (402): {PLAN}, and GPUs need credits: {BILLING}",
-        403: f"the token in {variable} lacks this right (403): create one that may write at {TOKENS}",
+        403: f"the token in {variable} lacks this right (403): create one with write access at {TOKENS}",
         404: f"it does not exist, or this token may not see it (404): check its name and {variable}",
     }
     text = re.sub(r"\?\S+", "", error.server_message or str(error))  # without the parameters of a URL in it
@@ -174,7 +174,7 @@ def spaces_of(
 
     The Hub's list may be out of date, so `expected` Spaces are looked up by name, too. `page` True: return
     only the static Space; False: leave it out; None: return it last. Sets the environment variable `SPACES`
-    to the URLs of all Spaces but the static one: this process sends its key only to URLs in `SPACES`.
+    to the URLs of the returned apps, not of the static Space: this process sends its key only to those URLs.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+)|page)")
     with explained(f"listing the Spaces of {owner}"):

@@ -1,7 +1,7 @@
 """A deployment's secrets: their local files, and the fingerprints that show which values a Space has.
 
 The Hub never shows the value of a secret again. So each secret gets a fingerprint as its description: an HMAC
-of the value under the SPACE_KEY. The Hub replaces a description together with the value, and shows
+of its name and value under the SPACE_KEY. The Hub replaces a description together with the value, and shows
 descriptions only to accounts that may change the Space.
 """
 

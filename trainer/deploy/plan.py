@@ -47,7 +47,7 @@ class SpacePlan:
     variables: Mapping[str, str]
     secrets: tuple[str, ...]
     hardware: str  # "" for a static Space
-    sleep_s: int | None  # None on cpu-basic, where the Hub allows only its own value, 48 hours
+    sleep_s: int | None  # None for a static Space, and on cpu-basic, where the Hub allows only 48 hours
     private: bool
 
 

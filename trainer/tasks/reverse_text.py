@@ -1,7 +1,7 @@
 """Reverse-text: the policy writes a text backwards, letter by letter. More similar answers earn more.
 
-Prompt, tags and reward are those of prime-rl's example, so prime-rl's checkpoints can be trained here. A text
-is made of words from the tokenizer's vocabulary. To the policy, each word is one token that it has to spell.
+Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. A text has
+words from the tokenizer's vocabulary: after a space, each is one token, which the policy has to spell.
 """
 
 import random

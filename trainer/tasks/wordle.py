@@ -41,7 +41,7 @@ class WordleEnv:
     """Plays one game at a time over HTTP. All members of a GRPO group have the same seed and secret.
 
     A request whose answer was lost is repeated. The repetition has no second effect, because the client
-    chooses the session's id and numbers the turns. The first guess, not `reset`, opens the session: TRL
+    chooses the session's id and numbers the turns. The first request after `reset` opens the session: TRL
     awaits each `reset` before it starts the next, but guesses run in parallel.
     """
 
@@ -49,7 +49,7 @@ class WordleEnv:
         self._url = url.rstrip("/")
 
     def reset(self, seed: int, split: str = "train", **row: Any) -> None:
-        """Start the game of `seed`, on the words of the split: `train` or `held_out`."""
+        """Prepare the game of `seed`, on the words of the split: `train` or `held_out`."""
         self._session, self._turn = uuid.uuid4().hex, 0
         self._opening = {"seed": seed, "split": split, "id": self._session}
         self._reward: float | None = None

@@ -12,7 +12,7 @@ COMMANDS = {
     "runs": "list the runs of a bucket",
     "log": "list the versions of a run, newest first",
     "show": "describe one version: tensors changed, sparsity, bytes",
-    "verify": "rebuild every version from version 0 and check each digest",
+    "verify": "rebuild every version, oldest first, and check each digest",
     "checkout": "write one version as an ordinary Hugging Face checkpoint",
     "bisect": "find the version that broke a metric, with a command that judges a checkpoint",
     "blame": "show which tensors changed most in one version, and how far",

@@ -31,7 +31,7 @@ from delta_weight_sync.store import open_bucket
 from delta_weight_sync.util import size_text
 
 Arguments = argparse.Namespace
-_BLAMED: Final = 20  # tensors that `blame` lists
+_BLAMED: Final = 20  # max tensors that `blame` lists, except with --json
 _ENDING_S: Final = 5.0  # seconds from SIGTERM to SIGKILL
 _UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
 _NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
@@ -68,7 +68,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     elif name == "follow":
         add("--into", type=Path, metavar="DIR", required=True, help="folder to write")
         add("--on-version", metavar="COMMAND", default="", help="command to run for each new version")
-        add("--once", action="store_true", help="exit once DIR holds the newest version; for a cron job")
+        add("--once", action="store_true", help="exit when DIR holds the newest version; for a cron job")
     elif name == "gc":
         keep = "how much to keep: 20GB, 500MB, 7d or 12h"
         add("--keep", metavar="SIZE|AGE", required=True, help=keep)
@@ -293,7 +293,7 @@ def _blame(arguments: Arguments) -> None:
     columns = "  ".join(["{changed:>10}", "{share:>9}", *(f"{{{name}:>11}}" for name in classes), "{tensor}"])
     _print(columns, rows, arguments.json)
     if len(tensors) > _BLAMED and not arguments.json:
-        print(f"{len(tensors) - _BLAMED} more tensors changed by smaller shares")
+        print(f"{len(tensors) - _BLAMED} more tensors changed, by equal or smaller shares")
 
 
 def _bisect(arguments: Arguments) -> None:
@@ -368,8 +368,8 @@ def _follow(arguments: Arguments) -> None:
     r"""DIR/current is a link to the newest version's folder, such as DIR/00000041. The link is replaced in
     one step, after the new folder is complete and its digest is verified; that folder is never written again.
     The previous version stays until the build of the next one begins. If an object is damaged or the bucket
-    is unreachable, the command says so and keeps trying, and DIR/current does not change. You can kill the
-    command at any moment: if the digest of the version in DIR is right, the next start keeps that version.
+    is unreachable, the command says so and, without --once, keeps trying; DIR/current does not change. You
+    can kill the command at any moment: if the digest of the version in DIR is right, the next start keeps it.
 
     COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or
     did not run for the version in DIR, the next start runs it. {path} becomes the version's own folder,
@@ -422,9 +422,9 @@ def _ended_by_signals() -> Iterator[None]:
 def _gc(arguments: Arguments) -> None:
     """The oldest versions are deleted first. These stay: all files that the newest version's manifest names;
     objects written in the hour before the run's newest object, and all files that a manifest among them
-    names; the versions of saved trainer states, and all later ones; HEADs, states, log and run.json. So you
-    can run the command while a trainer and replicas use the run. A deleted version can no longer be checked
-    out, pinned or verified.
+    names; the version of the oldest saved trainer state, and all later versions; HEADs, states, log and
+    run.json. So you can run the command while a trainer and replicas use the run. A deleted version can no
+    longer be checked out, pinned or verified.
 
     With Publisher(..., keep="20GB"), the trainer deletes old versions itself.
     """

@@ -80,10 +80,10 @@ the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight; its ranks: {asked.r
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight; its workers: {asked.workers or gpu}
 a machine has up to {cost.PER_MACHINE} ranks or workers: {machines}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
-the publisher makes {made} requests per version; {plan.uploads} in turn
-each replica polls HEAD, then makes {taken} requests per version; {plan.fetches} in turn, with the poll
+the publisher makes {made} requests per version, {plan.uploads} of them in sequence
+each replica polls HEAD, then makes {taken} requests per version; {plan.fetches} in sequence, poll included
 a request takes {time_text(asked.latency)} in addition to its bytes
-request counts assume the Hub's events, times assume {polls:.0f} polls in 5 minutes by each replica
+request counts assume that the Hub announces versions; times, that a replica polls {polls:.0f} times in 5 min
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
@@ -147,13 +147,13 @@ copy a trainer state|{time(plan.copy_state_s)}|training waits; every {cost.STATE
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}
-host memory of each rank|{size(plan.mirror)}|the mirror: own tensors, and own blocks of others
+host memory of each rank|{size(plan.mirror)}|the mirror: its tensors, and its blocks of other ranks' tensors
 a day's bucket, kept for a month|${plan.storage_usd_month:,.2f}|private, on the Hub
 replicas as Spaces|{spaces}
 
 the same with full checkpoints
 a sync|{size(plan.full)}|{smaller} times as many bytes
-hand-over to loaded|{time(plan.full_s)}|loading stops generation
+until it is loaded|{time(plan.full_s)}|loading stops generation
 versions per hour|{_figure(plan.full_versions_hour)}
 
 assumptions"""

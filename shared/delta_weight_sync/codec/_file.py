@@ -31,9 +31,9 @@ DELTA_FORMAT = "delta-weight-sync-delta/2"
 Encoding = Literal["fast", "small"]
 Shapes = Mapping[str, tuple[int, ...]]
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
-_LONGEST = 300  # most characters of an error's reason
+_LONGEST = 300  # max characters of an error's reason
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
-_MOST, _DIMS = 1 << 48, 32  # most elements and dimensions of a tensor
+_MOST, _DIMS = 1 << 48, 32  # max elements and max dimensions of a tensor
 _Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a group's index
 _TABLE = TypeAdapter(Many[tuple[str, Annotated[Many[_Number], Field(max_length=_DIMS)], _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])
@@ -123,7 +123,7 @@ class Delta:
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
 
     def _read_table(self, text: str) -> None:
-        """Read and check the table. A group must end with the tensor that reaches `GROUP_ELEMENTS`."""
+        """Read and check the table. A group that has reached `GROUP_ELEMENTS` gets no further tensor."""
         table = sorted(_TABLE.validate_json(text, strict=True), key=itemgetter(3))
         names, shapes, changes, group = zip(*table, strict=True) if table else ((), (), (), ())
         numels = [*map(math.prod, shapes)]

@@ -86,8 +86,8 @@ def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
     `tensors`, int64 [n, 4]: addresses of the old bits and of the new values, both contiguous; bytes of a new
     value (2: bf16; 4: float32, rounded as by `nearest`); number of values. `threads`: 0 for `util.THREADS`.
 
-    Returns int64 [2, n], each tensor's number of changes, and of changes to NaN or infinity; then `index` and
-    `ulps`, as in a `Patch`, of one tensor after the other.
+    Returns int64 [2, n]: each tensor's number of changes, and its number of changes to NaN or infinity; then
+    `index` and `ulps`, as in a `Patch`, of one tensor after the other.
     """
     number = np.arange(len(tensors))
     pieces = cut(np.stack([number, 0 * number, tensors[:, 3]], 1), _CHUNK)
@@ -142,7 +142,7 @@ def inverse(patch: Patch) -> Patch:
 
 
 def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
-    """Merge the patches `first` with later ones, `second`: one per tensor. Drop changes that cancel."""
+    """Merge the patches `first` and the later ones `second` into one per tensor. Drop changes that cancel."""
     merged = {p.name: p for p in first}
     for later in second:
         name, shape = later.name, later.shape

@@ -1,4 +1,4 @@
-"""Codes tensors in groups: decides which tensors form a group, and in which mode a group is small.
+"""Codes tensors in groups: decides which tensors form a group, and which mode needs the fewest bytes.
 
 `LAYOUTS` lists the modes. A tensor without changes is not listed in the file. The modes `gaps`, `bands` and
 `mask` have separate streams for the sizes of the changes: one sign bit per change, which changes are large
@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], FailFast()]  # stops at the first bad item: there may be a million
 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
-_FEW = 64  # a tensor with fewer changes is coded in mode `sparse` of `encode_jobs`
+_FEW = 64  # a tensor with fewer changes is coded in mode `gaps` or `bands`, see `encode_jobs`
 _CLUSTERED = 4.0  # try a bitmask if adjacent changes are this many times as frequent as by chance
 _UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
 _BY_BAND = positions.cut(range(1, BANDS))  # exponent e is band e; see `_as_weights`
@@ -312,7 +312,7 @@ def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Mode) -> Iterator[tu
     """Yield each group: its mode, its patches, and a function that returns a tensor's old bits.
 
     Consecutive tensors that take the fewest bytes in the same mode form a group. A tensor with few changes is
-    always coded in mode `sparse`.
+    always coded in the mode that the argument `sparse` names.
     """
     members: list[Patch] = []
     mode, elements = sparse, 0

@@ -1,6 +1,6 @@
 """Finds the changes of all parameters on one GPU, in a few launches and at most three waits of the host.
 
-Each kernel program compares one tile: those of a digest block's 4096 elements that this rank holds.
+Each kernel program compares one tile: the elements of one digest block (4096) in one contiguous stretch.
 Kernels read absolute addresses, and read a mirror in pinned host memory over the bus. They write two tables:
 
     book    int64 [66 + tiles]. [0]: number of changes. [1]: number of changes to NaN or infinity. [2:66]:

@@ -220,7 +220,7 @@ class Mirror:
 class Search:
     """Collects parts, of any float dtype, and finds their changes.
 
-    `found` compares all parts that wait together. `add` does so, too, once their copies exceed a gigabyte.
+    `found` compares all waiting parts together. So does `add`, if the copies among them exceed a gigabyte.
     """
 
     def __init__(self, mirror: Mirror) -> None:

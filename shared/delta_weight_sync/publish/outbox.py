@@ -44,7 +44,7 @@ from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
 Untrained = Callable[[Mapping[str, tuple[int, ...]], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
 Kind = TypeVar("Kind")
-_FILE_BYTES = 5_000_000_000  # most bytes in one file of an anchor; a larger tensor has a file of its own
+_FILE_BYTES = 5_000_000_000  # limit of bytes of an anchor's file; a larger tensor has a file of its own
 _CLOSING_S = 60.0
 _RETRY_S = 2.0
 _REMIND_S = 60.0  # seconds between two warnings that a version has not reached the bucket
@@ -207,7 +207,7 @@ class Outbox:
         self.shortcuts.close()
 
     def pin(self) -> bool:
-        """Make the last sync a version of its own. Return False if it was held back (`RepeatedSyncs`)."""
+        """Make the last sync a version of its own. False if it is held back and is not the newest version."""
         with self._changed:
             digest, newest = self.digest, self._writer.newest
             there = newest and newest.digest == digest and self._idle()
@@ -277,7 +277,7 @@ class Outbox:
     def _add(self, weights: Weights, sync: int, first: bool) -> None:
         started, created_at = time.perf_counter(), time.time()
         names, by_name = list[str](), dict[str, list[Patch]]()
-        # Compare without the lock, because on a GPU, comparing first waits for all work queued there.
+        # Compare without the lock, because a GPU begins to compare only after all work queued there.
         own, others = self.mirror.search(), self._shards.mirror.search()
         for name, tensor in weights:
             self.require_same(name, tensor.shape)

@@ -62,7 +62,7 @@ class Publisher:
 
     If `torch.distributed` is initialized, create a `Publisher` on every rank, and call the same methods in
     the same order on all of them. Parameters may be sharded with FSDP2. Each rank keeps, encodes and uploads
-    its share of the tensors; a version counts once rank 0, the main rank, has written HEAD. An error on one
+    its share of the tensors; a version exists when rank 0, the main rank, has written HEAD. An error on one
     rank is raised on that rank, and as a `PeerError` on all other ranks.
 
     Opening the run fences off any other writer. An existing run continues from its newest version.
@@ -155,7 +155,7 @@ class Publisher:
 
     @property
     def repeated_sync(self) -> int:
-        """The newest sync at which this resumed trainer had the earlier trainer's weights; 0 if none."""
+        """The newest sync that this resumed trainer repeated exactly; 0 if none."""
         return self._outbox.repeated.newest
 
     def publish_base(self, weights: Model, step: int = 0) -> None:
@@ -194,7 +194,7 @@ class Publisher:
         if first and self._continued and self.resumed_from is None:
             _log.warning(
                 "run %r has versions up to %d, and this trainer resumed no state: its next version holds the"
-                " weights that it begins with; to keep the two apart, choose another run name",
+                " weights that it begins with; for a separate run, choose another name",
                 *(self.reader.keys.run, self._continued),
             )
         parts = gathered(self._named(weights), self._outbox.owns, first=first)
@@ -235,7 +235,7 @@ class Publisher:
         0's numbers. Returns the `extra` of `save_state`. For a new run, returns None and changes nothing.
 
         Raises:
-            StateError: The state is of another model or optimizer, or the run has versions but no state.
+            StateError: The state is of another model or optimizer, or the run has no state after version 0.
         """
         if self._found is None and self.find_state() is None:
             return None
@@ -247,7 +247,7 @@ class Publisher:
         published = {name: tensor for name, tensor in live.items() if name in self._outbox.shapes}
         if published and self.digest(published.items()) != found.record.digest:
             raise errors.StateError(
-                f"the state was saved after the weights had changed since version {found.record.version}:"
+                f"the weights of this state are not those of its version {found.record.version}:"
                 " it cannot be restored; start again, and call `save_state` right after `publish`"
             )
         self.sync = found.record.sync

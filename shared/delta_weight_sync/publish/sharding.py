@@ -58,7 +58,7 @@ class Owners(dict[str, int]):
 def own_block(tensor: torch.Tensor, *, owner: bool) -> Block | None:
     """The block of a parameter that this rank diffs, or None.
 
-    Only the owner diffs a tensor that every rank holds whole, or for which `is_block` is False. If a mesh
+    Only the owner diffs a tensor for which `is_block` is False, for example a plain tensor. If a mesh
     dimension holds copies of a block, the first rank along that dimension diffs the block.
     """
     if not is_block(tensor):

@@ -5,9 +5,9 @@ holds a second model. An anchor is an upload of that copy. A jump over 8 version
 patches, which stay in memory. For a jump over 64 versions, or over 8 if the patches exceed a budget, a second
 copy keeps the weights of the version where the jump begins; the jump is the difference of the two copies.
 
-Each rank makes shortcuts of the tensors that it owns. Jumps end at versions that are multiples of 8 and 64,
-so all ranks make the same jumps. A manifest names a shortcut once all ranks have stored their parts of it. If
-the trainer crashes before that, the option `keep` or the command `gc` deletes the stored parts.
+Each rank makes shortcuts of the tensors that it owns. Jumps end at versions that are multiples of 8 or 64,
+so ranks that keep up make the same jumps. A manifest names a shortcut once all ranks have stored their parts
+of it. If the trainer crashes before that, the option `keep` or the command `gc` deletes the stored parts.
 """
 
 import logging
@@ -37,7 +37,7 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 class _Start:
-    """Where the next jump over 8 or 64 versions begins: a copy of the weights, or merged patches since."""
+    """Where the next jump over 8 or 64 versions begins: its weights, or the merged patches since then."""
 
     def __init__(self, stride: int, path: Path) -> None:
         self.stride, self.version = stride, -1
@@ -51,7 +51,7 @@ class _Start:
             shutil.copytree(newest, self._path, dirs_exist_ok=True)
 
     def jump_is_due(self, version: int) -> bool:
-        """Whether a jump ends at `version`. It spans 8 or 64 versions; fewer if this trainer began later."""
+        """Whether a jump ends at `version`. After a start, it may be shorter; after a backlog, longer."""
         return version % self.stride == 0 and version - self.version >= self.stride // 2
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
@@ -106,7 +106,7 @@ class Shortcuts:
         self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps to upload
         self._changed = threading.Condition()
         self._busy, self._closed, self._said = False, False, ""
-        self._stayed = self._came = 0  # bytes that the last pruning left; bytes added between the last two
+        self._stayed = self._came = 0  # bytes left by the last pruning; added between the last two prunings
         self.lost = True  # whether the copy holds no known version: call `restart`
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
         self._thread.start()

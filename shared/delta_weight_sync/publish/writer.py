@@ -56,7 +56,7 @@ class PartWriter:
         self.receipts: Mapping[str, str] = {}  # key -> receipt, of parts of the next version
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Upload this rank's part of the delta that leads to `version`. Rank 0's `commit` stores the part."""
+        """Upload this rank's part of the delta to `version`. On the Hub, rank 0's `commit` then stores it."""
         key = self.keys.delta(version, self.writer, self.part)
         self.receipts = {key: receipt} if (receipt := self.bucket.upload(key, data)) else {}
         return _delta(key, data, version - 1, version, changed)

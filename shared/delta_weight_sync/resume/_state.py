@@ -65,7 +65,7 @@ class StateSaver:
     ) -> None:
         """Only the main rank has a `writer`."""
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
-        self._every_s, self._next = every_s, 0.0  # seconds between two; when the next is due
+        self._every_s, self._next = every_s, 0.0  # seconds from one snapshot to the next; when it is due
         self.thread: threading.Thread | None = None  # makes the last upload
         self.failure: Exception | None = None  # why the last upload failed
 
@@ -96,7 +96,7 @@ class StateSaver:
                 self._save(snapshot, sync, extra)
         except Exception as error:  # noqa: BLE001 - training continues
             self.failure = error
-            _log.warning("the trainer's state was not saved: %s; the previous state is still valid", error)
+            _log.warning("the trainer's state was not saved: %s; earlier states are still valid", error)
         if self._every_s:
             took = time.monotonic() - started
             self._next = started + max(self._every_s, 10 * took)
@@ -185,11 +185,11 @@ class FoundState:
 
 
 def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Path) -> FoundState | None:
-    """Find the newest state to resume from, and download it to `folder`. Returns None for a new run.
+    """Find the newest state to resume from, and download it to `folder`.
 
     Tells `outbox` which syncs the earlier trainer published after that state; if this trainer repeats them
-    exactly, they are not published again. Raises `StateError` if the run has versions after version 0 but no
-    state. Every rank must call this function.
+    exactly, they are not published again. Without a state, returns None, or raises `StateError` if the run
+    has versions after version 0. Every rank must call this function.
     """
     with peers.fail_together():
         listed = list(usable_states(reader)) if peers.main else []

@@ -191,7 +191,7 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
             this call makes no request, and a missing bucket is an error at its first use.
 
     Raises:
-        BucketError: The URL is not one of these forms, or the bucket cannot be created.
+        BucketError: The URL has another form, creating the bucket fails, or boto3 is missing for a profile.
         MissingExtraError: The packages for s3:// URLs are not installed.
     """
     # Import only what the store needs: other stores' libraries may be missing.

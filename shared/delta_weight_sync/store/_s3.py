@@ -1,9 +1,9 @@
 """A bucket of any S3-compatible store, through obstore.
 
 Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. If these hold no keys, boto3 reads your profile in `~/.aws`; without a
-profile, the machine's role is used. The answer to a put proves that the object is there. Decision 0008 says
-why obstore is used, and why no conditional puts are used.
+AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. If these hold no keys, boto3 reads your profile in
+`~/.aws/credentials`; without this file, the machine's role is used. The answer to a put proves that the
+object is there. Decision 0008 says why obstore is used, and why no conditional puts are used.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _bucket_of(request: Any) -> str:
 
 
 def _limit_time(request: Any) -> None:
-    """Bound each request for a bucket; other users of this client keep their own limits."""
+    """Limit the time of each request for a bucket; other users of this client keep their own limits."""
     if _bucket_of(request):
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_TIMEOUT)
 

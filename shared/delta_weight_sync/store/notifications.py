@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-MEASURED_S: Final = 5.0  # least seconds over which use is measured: a version is a burst of requests
+MEASURED_S: Final = 5.0  # min seconds over which use is measured, because a version is a burst of requests
 USED: Final = 0.8  # share of the remaining requests that polling may use; downloads need the rest
 SLOWEST: Final = 60.0  # the longest interval, as a multiple of the usual interval
 LONGEST_BLOCK_S: Final = 60.0  # longest wait after a refusal; some refusals ask for hours

@@ -11,7 +11,7 @@ from delta_weight_sync.publish.sharding import Peers
 
 
 class BucketWeightTransfer:
-    """Publishes each of TRL's weight syncs as a version of a run.
+    """Publishes TRL's weight syncs as versions of a run.
 
         transfer = BucketWeightTransfer("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B")
         AsyncGRPOTrainer("Qwen/Qwen3-0.6B", ..., weight_transfer=transfer).train()

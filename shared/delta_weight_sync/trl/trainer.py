@@ -20,7 +20,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from delta_weight_sync.publish.publisher import checkpoint_weights
 
 Named = Iterable[tuple[str, torch.Tensor]]
-_IN_PLAY = 4096  # more prompts than TRL ever works on at the same time
+_IN_PLAY = 4096  # exceeds the number of prompts that TRL works on at the same time
 # Fields of TrainerState: transformers restores `_KEPT`, and compares `_COMPARED` with the settings.
 _KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
 _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
@@ -56,7 +56,7 @@ class TrainedGroups(set[int]):
     def position(self) -> tuple[int, tuple[int, ...]]:
         """Return the first prompt that was not trained on yet, and all later prompts that were.
 
-        A prompt that is `_IN_PLAY` behind the newest counts as dropped, because its samples were too old.
+        A prompt more than `_IN_PLAY` behind the newest counts as dropped, because its samples were too old.
         """
         self._first = max(self._first, self._newest - _IN_PLAY)
         self._first = next(number for number in itertools.count(self._first) if number not in self)

@@ -122,7 +122,7 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
 
 
 def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
-    """Replace `_attach_weight_version`, which vLLM calls once for each finished step, in order."""
+    """Replaces `_attach_weight_version`, which vLLM calls once for each finished step, in order."""
     stale = vars(core).get(_STALE)
     version = stale.popleft() if stale else core._weight_version
     for output in outputs.values():

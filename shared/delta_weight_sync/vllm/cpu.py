@@ -106,7 +106,7 @@ class _LiveLinear:
 
 
 def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute `x @ weight.T + bias` of bf16 in float32, by tiles of `weight` and blocks of rows of `x`."""
+    """Compute bf16 `x @ weight.T + bias` in float32, by tiles of `weight` and blocks of rows of `x`."""
     wide, tile = x.reshape(-1, x.shape[-1]).float(), max(1, _TILE // weight.shape[1])
     out = x.new_empty(len(wide), len(weight))
     for start in range(0, len(weight), tile):

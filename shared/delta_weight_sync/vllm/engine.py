@@ -20,7 +20,7 @@ from delta_weight_sync.vllm import METHOD, commits_between_steps, takes_images
 from delta_weight_sync.vllm.disk import Shapes
 
 _POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; a poll waits for the current step
-_TIMEOUT_S = 600.0  # for one answer; the slowest call, `learn`, hashes all weights, which takes seconds
+_TIMEOUT_S = 600.0  # for one answer; staging has no limit; `learn`, the slowest other call, takes seconds
 _CHECK_S = 1.0  # how often a call checks that vLLM still lives
 
 

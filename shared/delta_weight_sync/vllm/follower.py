@@ -2,7 +2,7 @@
 
 A follower is one thread, which watches the bucket, and fetches, stages, commits and reports versions.
 Normally the follower applies a version's deltas. If that is not possible, it joins: it builds a checkpoint of
-the version on disk (newest anchor, then deltas), compares this with the live parameters, and commits what
+the version on disk (anchor, jumps and deltas), compares this with the live parameters, and commits what
 differs. A join works from any live weights; it is used for the first version, to heal, and to go back. vLLM
 generates meanwhile, and the digest of its live parameters proves the result.
 """

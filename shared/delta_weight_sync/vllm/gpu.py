@@ -27,8 +27,8 @@ from delta_weight_sync.gpu import free_bytes, inner, launch, outer, read
 from delta_weight_sync.vllm import memory
 
 BLOCK = 1024  # changes that a program takes
-TILE = 4096  # elements that a program hashes or reads at a time; also the block size of the digest
-PIECE = 1024  # elements that a program hashes in other layouts; more would not fit into the registers
+TILE = 4096  # elements that `digest_whole` and `read_kernel` take at a time; the block size of the digest
+PIECE = 1024  # elements that a program of `digest` hashes; more would not fit into the registers
 CELLS = 256  # cells over which programs spread their sums
 WARPS = 16  # warps of a program that hashes many tiles; each thread reads 16 bytes of a tile
 _BLOCK, _TILE, _CELLS = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(CELLS)
@@ -105,7 +105,7 @@ def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor
 
 @triton.jit
 def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
-    """Copy live bits to `out`, int16 [n]. `tiles`, int64 [p, 4]: as in `digest`, plus the place in `out`."""
+    """Copy live bits to `out`, int16 [n]. `tiles`, int64 [p, 4]: row, element, count, and place in `out`."""
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)
     row, lane = rows + tl.load(tile) * _COLUMNS, tl.arange(0, _TILE)
     inside = lane < tl.load(tile + 2).to(tl.int32)
@@ -115,7 +115,7 @@ def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
 
 @triton.jit
 def _block(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor) -> tl.tensor:
-    """The block of a program. Returns its row, and for each lane a change: index, existence and element.
+    """The block of a program. Returns its row, and per lane: the change's index, whether it exists, element.
 
     `blocks`: int64 [b, 3] from `Changes.blocks`; `element`: int32 [n].
     """
@@ -248,7 +248,7 @@ class DeviceMemory:
         return int(read(self._cells.sum()))  # waits for the kernels
 
     def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
-        """Copy arrays to the device, or if it lacks room for them and `also` bytes, to pinned host memory."""
+        """Copy arrays to the device; or, if they and `also` exceed half its free bytes, to pinned memory."""
         fits = 2 * (sum(array.nbytes for array in arrays) + also) <= free_bytes(self._device)
         copies = []
         for array in arrays:
@@ -274,7 +274,7 @@ def _tiles(table: memory.Table) -> tuple[memory.Rows, memory.Rows]:
     """The tiles that `digest_whole` hashes, and those that `digest` hashes: together all counted elements."""
     rows, tiles = table.rows, cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
     flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)
-    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # in both
+    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # in tensor, memory
     aligned = (rows[:, memory.FIRST] % TILE == 0) & (rows[:, memory.ADDRESS] % 16 == 0)
     whole = (flat & contiguous & aligned)[tiles[:, 0]] & (tiles[:, 2] == TILE)
     return tiles[whole], cut(tiles[~whole], PIECE)

@@ -32,7 +32,7 @@ Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
 
 DIMS = 4
-# Most elements of a row. An int32 must hold each number, also numbers past the end in a GPU's last block.
+# Limit of elements of a row. An int32 must hold each number, also numbers past the end in a GPU's last block.
 MOST = (1 << 31) - (1 << 16)
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
@@ -117,7 +117,7 @@ def _bounds(rows: Rows, found: Index, index: Index) -> None:
         near, end = index[low:high], row[FIRST] + 1
         for dim in range(DIMS):
             end += (row[SIZES + dim] - 1) * row[SOURCE + dim]
-        if near.size and not row[FIRST] <= near[0] <= near[-1] < end:  # mostly false: a row is a whole tensor
+        if near.size and not row[FIRST] <= near[0] <= near[-1] < end:  # rare: most rows are whole tensors
             found[1, p] = low + np.searchsorted(near, row[FIRST])
             found[2, p] = low + np.searchsorted(near, end)
 

@@ -31,9 +31,9 @@ def normalize(
 ) -> None:
     """Write x / rms(x) * weight to `out`.
 
-    `addresses` are those of x, residual, weight and out. `shape` has the numbers of rows, of columns and of a
-    vector's elements, then the strides of x, in elements, between rows and between columns. If the residual's
-    address is not 0, x + residual is used instead of x, and is also written to the residual.
+    x is a grid of vectors. `addresses` are those of x, residual, weight and out. `shape` has the grid's rows
+    and columns, a vector's elements, then x's strides between rows and columns, in elements. If the
+    residual's address is not 0, x + residual is used instead of x, and is also written to the residual.
     """
     x, residual, weight, out = addresses
     rows, columns, size, row, column = shape

@@ -2,7 +2,7 @@
 
 vLLM fuses, splits, transposes and renames tensors. For example, `q_proj`, `k_proj` and `v_proj` become rows
 of one `qkv_proj`, and each rank (tensor-parallel worker) holds some rows. Only the loader, the model's
-`load_weights`, knows how. So it runs once on probes, which are tensors without memory ("meta" tensors). A
+`load_weights`, knows how. So it runs on probes, which are tensors without memory ("meta" tensors). A
 dispatch mode sees every operation of the loader's thread, and records copies from probes into the model. If
 the loader computes with a probe instead of copying it, the probe's tensor has no route.
 
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
-        """Refuse tensors whose copies this write overlaps. Raises `RouteError` if two share a place."""
+        """Remove the routes of tensors that this overwrites. Raises `RouteError` if two share a place."""
         for tensor in written:
             numel, part = tensor.untyped_storage().nbytes() // tensor.element_size(), part_of(tensor)
             for name, earlier in self._placed.get(storage_of(tensor), ()):

@@ -50,9 +50,9 @@ class Settings(BaseModel):
     run: str  # hf://buckets/<owner>/<name>#<run>; without #<run> the only run of the bucket
     name: str = Field(default_factory=socket.gethostname)  # the replica's name on the dashboard
     key: str = Field("", repr=False)  # for the HTTP routes that control the follower; if empty, none exist
-    public_key: str = ""  # refuse versions that this key did not sign; see `signing`
+    public_key: str = ""  # refuse versions that none of these keys signed; see `signing`
     signing_key: str = Field("", repr=False)  # must be empty, because it is the trainer's secret
-    poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD
+    poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD without notifications
     pause: bool = False  # pause vLLM for each commit, instead of committing between two steps
     strict: bool = False  # turn warnings about the release of vLLM into errors; see `compat`
     folder: str = ""  # scratch space for one or two checkpoints; empty: a temporary folder

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT = timedelta(seconds=120)
 RECHECK_S = 60.0  # time in which all parameters on a CPU are hashed again
-_MANY = 1 << 20  # from this number of changes on, several workers decode a delta together
+_MANY = 1 << 20  # from this number of changes on, workers share the decoding (encoding `fast`)
 _BATCH = 1 << 25  # elements of a batch that is compared with a checkpoint; some batches have up to twice this
 _log = logging.getLogger("delta_weight_sync")
 
@@ -98,7 +98,7 @@ class Ranks:
         """Send `found[i]` to the i-th worker in `near`. Returns all changes that this worker was sent."""
         sizes = self.gather([(c.rows.size, c.element.size) for c in found], near=True)
         coming = [sent[self.place] for sent in sizes]
-        columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)  # 0: number of rows; 1: of changes
+        columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)  # which size: 0 rows, 1 changes
         return Changes(*(swap(each, [size[which] for size in coming], self._near) for each, which in columns))
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
@@ -278,7 +278,7 @@ def memory_of(table: Table) -> Memory:
 
 
 def warm_up(device: torch.device) -> Staged:
-    """Compile all kernels of a replica by using them on a small tensor, which has tiles of both kinds."""
+    """Compile all kernels of a replica on a small tensor, which has a whole tile and a rest."""
     whole = Geometry(0, (9001,), (1,))
     piece = Piece(torch.zeros(whole.sizes, dtype=torch.int16, device=device), whole, whole)
     live = memory_of(Table({"w": Route(whole.sizes, (piece,))}, {"w": (0,)}))
