@@ -19,9 +19,9 @@ from delta_weight_sync import BucketWeightTransfer
 QUESTIONS = ["What is the sky?", "Why is grass green?", "Who are you?", "How are you?"]
 
 
-def shorter(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
-    """The reward: the shorter the answer, the better."""
-    return [-len(completion[-1]["content"]) / 100 for completion in completions]
+def plain(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
+    """The reward: the fewer different characters an answer has, the better."""
+    return [-len(set(completion[-1]["content"])) / 10 for completion in completions]
 
 
 def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
@@ -42,7 +42,7 @@ def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
         model,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in QUESTIONS]}),
-        reward_funcs=shorter,
+        reward_funcs=plain,
         weight_transfer=BucketWeightTransfer(url, base=model),
     ).train()
 
