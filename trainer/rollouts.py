@@ -194,7 +194,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 return answer
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
-                # Other statuses may come from a replica that is waking up, or whose weights are too old.
+                # The others may come from a replica that is waking up, or whose weights are too old.
                 if 400 <= status < 500 and status not in (408, 425, 429):
                     raise RolloutError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:

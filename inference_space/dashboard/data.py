@@ -1,4 +1,4 @@
-"""Reads the bucket once for all viewers, for the dashboard's live page and for whatever viewers open.
+"""Reads the bucket once for all viewers: for the dashboard's live page, and for what viewers open.
 
 `RunCache` follows the run in one thread. `Library` answers from caches. `RateLimitedBucket` limits what
 visitors make the dashboard read, because replicas and the trainer need the owner's quota.

@@ -73,7 +73,7 @@ class Release:
         """Errors and warnings about this release. The optional features in `needed` count as required."""
         fatal, warnings = list[str](), list[str]()
         if not self.version:
-            fatal.append(f"{self.package} is not installed; pip install 'delta-weight-sync[{self.package}]'")
+            fatal.append(f"{self.package} is not installed; pip install '.[{self.package}]' in the checkout")
         elif not self.known:
             warnings.append(f"{self.package} {self.version} was not tested with this library; {self.cure()}")
         for name, feature in self.features.items():

@@ -75,7 +75,7 @@ class MissingExtraError(ConfigError, ImportError):
 
     def __init__(self, what: str, extra: str, error: ModuleNotFoundError) -> None:
         super().__init__(
-            f"{what} needs {error.name}, which is missing: run `pip install 'delta-weight-sync[{extra}]'`"
+            f"{what} needs {error.name}, which is missing: run `pip install '.[{extra}]'` in the checkout"
         )
 
 

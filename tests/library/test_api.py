@@ -59,7 +59,7 @@ except ImportError as error:
     print(error)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert f"pip install 'delta-weight-sync[{extra}]'" in result.stdout, result.stderr
+    assert f"pip install '.[{extra}]'" in result.stdout, result.stderr
 
 
 def test_the_import_contract_names_every_private_module():

@@ -1,7 +1,7 @@
 """Runs environment, replica (with the dashboard) and trainer on this machine, for `make demo`.
 
-Each of the three is a process with its own settings. They share only URLs and a key pair. Both
-the dashboard and the lines that the demo prints show the run's log, which is in the bucket.
+Each of the three is a process with its own settings. They share only URLs; trainer
+and replica also share a key pair. The dashboard and the demo's own lines show the run's log, in the bucket.
 """
 
 import argparse
@@ -204,7 +204,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
     games = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env), "WORDLE_REPLICA_URL": replica_url}
-    processes.start("env", ["env_space.app"], games, nice=10)  # the rollouts have the same low priority
+    processes.start("env", ["env_space.app"], games, nice=10)  # on a CPU, rollouts have the same low priority
     replica = replica_settings(policy, bucket_url, space, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)

@@ -83,7 +83,7 @@ each machine has a link of {size_text(asked.link)}/s, and the store serves all o
 the publisher makes {made} requests per version, {plan.uploads} of them in sequence
 each replica polls HEAD, then makes {taken} requests per version; {plan.fetches} in sequence, poll included
 a request takes {time_text(asked.latency)} in addition to its bytes
-request counts assume that the Hub announces versions; times, that a replica polls {polls:.0f} times in 5 min
+request counts assume that the Hub announces versions; times assume {polls:.0f} polls by a replica in 5 min
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""

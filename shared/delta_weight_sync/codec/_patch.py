@@ -18,7 +18,7 @@ Bits = NDArray[np.uint16]
 Index = NDArray[np.int64]
 Table = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
-_LINE = 1 << 11  # values compared at a time: after rounding, these still fit into the fastest cache
+_LINE = 1 << 11  # values compared at a time; rounded to bf16, they stay in the fastest cache
 _CHUNK = 1 << 18  # one call of `_compare` compares about this many values, at most twice as many
 _BATCHES = 16  # calls of `_compare` in one job of a thread
 _INFINITY = 0x7F80  # the exponent of infinities and NaNs
@@ -52,7 +52,7 @@ _CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # smallest size in each class but 
 
 
 def count_ulps(patch: Patch) -> NDArray[np.int64]:
-    """Count the changes of a patch in each of `ULP_CLASSES`. A change of sign counts in the last class."""
+    """Count the changes of a patch in each of `ULP_CLASSES`. Changes of sign count in the last classes."""
     distance = np.abs(patch.ulps.view(np.int16).astype(np.int32))
     return np.bincount(np.searchsorted(_CLASS_STARTS, distance, side="right"), minlength=len(ULP_CLASSES))
 
@@ -113,7 +113,7 @@ def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
 
 
 def cut(parts: Table, size: int) -> Table:
-    """Cut each part (row of int64 [p, 3]: number, start, length) into parts of at most `size`."""
+    """Cut each part (row of int64 [p, 3]: tensor, start, length) into parts of at most `size`."""
     pieces = -(-parts[:, 2] // size)
     cuts = np.repeat(parts, pieces, axis=0)
     offset = (np.arange(len(cuts)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
@@ -132,7 +132,7 @@ def apply(patch: Patch, bits: Bits) -> None:
     if bits.shape != patch.shape:
         raise CodecError(f"{patch.name}: the delta is for shape {patch.shape}, the model has {bits.shape}")
     if patch.index.size and not 0 <= patch.index[0] <= patch.index[-1] < bits.size:
-        raise CodecError(f"{patch.name}: position {patch.index[-1]} lies outside shape {patch.shape}")
+        raise CodecError(f"{patch.name}: a position lies outside shape {patch.shape}")
     _add(bits.reshape(-1), patch.index, patch.ulps)
 
 

@@ -66,12 +66,12 @@ class StateSaver:
         """Only the main rank has a `writer`."""
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
         self._every_s, self._next = every_s, 0.0  # seconds from one snapshot to the next; when it is due
-        self.thread: threading.Thread | None = None  # makes the last upload
-        self.failure: Exception | None = None  # why the last upload failed
+        self.thread: threading.Thread | None = None  # makes the newest upload
+        self.failure: Exception | None = None  # why the newest upload failed
 
     def ready(self, *, final: bool) -> bool:
-        """Whether a snapshot may be saved now. Unless `final` is set or `state_minutes` is 0, uploads
-        take at most a tenth of the time."""
+        """Whether a snapshot may be saved now. If not `final`, a snapshot waits so long that uploads take at
+        most a tenth of the time (unless `every_s` is 0)."""
         return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class StateSaver:
             self._next = started + max(self._every_s, 10 * took)
 
     def _save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
-        # The state's name holds the main rank's number of the sync, because TRL counts only there.
+        # The number in the state's name is the main rank's: TRL counts syncs on that rank only.
         own = (self._outbox.pinned(), sync) if self._peers.main else None
         manifest, sync = self._peers.exchange(own)[0]
         if manifest is None:
@@ -142,8 +142,8 @@ class FoundState:
         size = len(record.ranks)
         for rank in range(peers.rank, size, peers.size):
             self._file(rank)
-        self._own = peers.rank if peers.rank < size else 0  # this rank continues that rank's random numbers
-        # First the ranks that probably saved this rank's blocks. Rank 0 also saved whole tensors.
+        self._own = peers.rank if peers.rank < size else 0  # the saved rank whose random numbers go on here
+        # Then the ranks that probably saved this rank's blocks. Rank 0 also saved whole tensors.
         middle = (peers.rank + 0.5) * size / peers.size
         others = sorted(range(size), key=lambda rank: abs(rank + 0.5 - middle))
         self._nearest = [self._own, 0, *others]
@@ -239,7 +239,7 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
     """Return sync -> digest of the versions, from `record` on, that an exact repetition makes again.
-    `later` is newest first; versions in it that a resumed trainer has replaced are left out."""
+    `later` is newest first. Versions whose syncs a resumed trainer made again are left out."""
     line: list[Manifest] = []
     for manifest in later:
         if not line or manifest.sync < line[-1].sync:

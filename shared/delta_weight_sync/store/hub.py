@@ -199,7 +199,7 @@ class HubBucket(store.Bucket):
             self._api.batch_bucket_files(self._id, add=files)  # type: ignore[arg-type]
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """As in `Bucket`. Large objects come through Xet; a full disk is then a `BucketError`, too."""
+        """As in `Bucket`. Large objects come through Xet; for these, a full disk is a `BucketError`."""
         if limit <= store.DIRECT:
             return super().fetch(key, dest, limit)
         path = self._path(key)

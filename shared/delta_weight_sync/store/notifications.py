@@ -6,7 +6,7 @@ caused `POKES` looks in a row, further pokes cause only one look per interval.
 
 All replicas of a user share one quota of requests. The Hub counts requests in windows of five minutes. Each
 answer says how many requests are left, and for how long. Requests of other replicas lower that number, too.
-So all replicas slow down by the same factor, until the quota lasts for the rest of the window.
+So all replicas slow down, enough for the quota to last for the rest of the window.
 """
 
 import math
@@ -75,11 +75,11 @@ class Notifications:
         self._notified, self._poked, self._live = True, False, False
         self._settled = False  # whether a second look has followed the last notification
         self.known: dict[str, str] = {}  # key -> etag, as the last look found them
-        self.prompted = False  # whether a notification or a poke caused the last look
+        self.prompted = False  # whether a report or a poke asked for the last look
         self.unprompted = False  # whether the last look was only for safety, in case a notification got lost
         self._looked = -math.inf
         self._interval = 1e-9  # seconds between two looks, at the last call of `due`
-        self._poked_until = -math.inf  # when all `POKES` looks are allowed again; each adds an interval
+        self._poked_until = -math.inf  # when pokes may cause `POKES` looks again; a look adds an interval
 
     def due(self, poll_s: float, again: bool = False) -> bool:
         """Whether to look now; True counts as a look.
@@ -124,7 +124,7 @@ class Notifications:
         return self._poked_until <= now + (POKES - 1 + _EARLY) * self._interval
 
     def wake(self) -> None:
-        """Look now, because the store reported a change. Rely on its reports again, even if one was lost."""
+        """Look now, because the store reported a change. From now on, rely on its reports."""
         with self._changed:
             self._notified = self._awake = self._live = True
             self._changed.notify_all()

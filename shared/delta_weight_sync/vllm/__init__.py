@@ -27,7 +27,7 @@ def commits_between_steps() -> bool:
 
 
 def takes_images(model_config: Any) -> bool:
-    """Whether a model takes images or other media. vLLM 0.29 and 0.30 say only whether its class can."""
+    """Whether a model takes images or other media. vLLM 0.29 and 0.30 say only whether its class does."""
     return bool(getattr(model_config, "supports_multimodal_inputs", model_config.is_multimodal_model))
 
 

@@ -42,7 +42,7 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     except BlockingIOError:
         problem = "is used by another replica"
     except OSError as error:
-        problem = f"cannot be created ({error.strerror})"
+        problem = f"cannot be created or locked ({error.strerror})"
     if problem:
         raise SettingsError(
             {variable: f"{folder} {problem}; name a folder of your own, or one that does not exist"}

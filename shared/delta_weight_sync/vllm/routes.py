@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
-        """Remove the routes of tensors that this overwrites. Raises `RouteError` if two share a place."""
+        """Remove routes under a fill or a repeated copy. Another tensor's copy (`by`) is a `RouteError`."""
         for tensor in written:
             numel, part = tensor.untyped_storage().nbytes() // tensor.element_size(), part_of(tensor)
             for name, earlier in self._placed.get(storage_of(tensor), ()):
