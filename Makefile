@@ -1,7 +1,7 @@
-# Two commands: `make demo` runs the whole loop on this machine, `make test` proves that all of it works.
-# While you change something, `make check` answers in two minutes; `make test-all` also runs what takes long.
-# Each creates what it needs in .venv; the second time that takes no time. Tests always run on the CPU's builds:
-# where there is a GPU, and so .venv has those for GPUs, in an environment of their own, .venv-test.
+# `make demo` runs the whole loop on this machine, and `make test` tests it. While you change something, use
+# `make check`, which takes two to three minutes. `make test-all` also runs the longest tests.
+# The first call of a command installs what the command needs in .venv; later calls use the installed packages.
+# Tests always use the CPU builds. On a machine with a GPU, .venv has the GPU builds, so tests use .venv-test.
 
 PYTHON ?= python3
 POLICY ?= wordle-tiny
@@ -9,12 +9,12 @@ PORT   ?= 0
 MINUTES ?= 5
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Twice quiet: pip warns of each folder of a package index that has nothing to offer, hundreds of times.
+# `--quiet` twice: otherwise pip prints hundreds of warnings about folders of a package index without packages.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 GPU    := $(shell nvidia-smi --list-gpus 2>/dev/null | head -1)
 TORCH  := torch==2.13.0
-# The version is that of the replica's image.
+# The replica's Dockerfile uses the same release of vLLM.
 VLLM   := $(shell grep '^vllm==' inference_space/requirements.txt)
 
 ifeq ($(GPU),)
@@ -32,7 +32,7 @@ ifneq ($(GPU),)
 check test test-all lint docs docs-check:
 	@$(MAKE) --no-print-directory GPU= VENV=.venv-test $@
 else
-# Which proof is in which of the three: CONTRIBUTING.md.
+# CONTRIBUTING.md lists which of these three commands runs which test.
 check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
 	$(PYTEST) -m "not (full or live or long)"
 
@@ -55,12 +55,12 @@ lint: $(VENV)/.app $(VENV)/.test
 	PYTHONPATH=shared $(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python tests/words.py
 
-# Runs every command of README.md and docs/*.md in a copy of the checkout, `make demo` among them.
-# It is part of `make test-all`.
+# Runs every command of README.md and docs/*.md, also `make demo`, in a copy of the checkout.
+# `make test-all` does the same.
 docs-check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test
 	$(BIN)/python -m docs.run
 
-# The documentation site, in build/site: any warning, such as a link that leads nowhere, is an error.
+# Builds the documentation site in build/site. A warning, such as one about a broken link, is an error.
 docs: $(VENV)/.app $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "the documentation site is in build/site/index.html"
@@ -69,14 +69,14 @@ endif
 clean:
 	rm -rf .venv .venv-test runs build *.egg-info
 
-# The package index in use may offer torch's CPU build; if not, PyTorch's own index does.
+# If your package index does not have torch's CPU build, pip uses PyTorch's own index.
 $(VENV)/.torch:
 	@echo "installing $(TORCH) and $(VLLM) into $(VENV); the first time this takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install $(TORCH) || $(PIP) install $(TORCH) $(TORCH_CPU)
 	@touch $@
 
-# vLLM brings image and audio packages that are built for another torch and break `import transformers`.
+# vLLM installs image and audio packages for another torch, and these break `import transformers`.
 $(VENV)/.app: $(VENV)/.torch requirements.txt inference_space/requirements.txt env_space/requirements.txt pyproject.toml
 	grep -hv '^vllm==' requirements.txt inference_space/requirements.txt env_space/requirements.txt \
 	  | sed 's/^torch==.*/$(TORCH)/' | sort -u > $(VENV)/requirements.txt
@@ -99,9 +99,10 @@ $(VENV)/.docs: $(VENV)/.app docs/requirements.txt
 	$(PIP) install -r docs/requirements.txt
 	@touch $@
 
-# What both Spaces install, by version and hash, with the newest versions that fit, and the replica's image. Run it after
-# a change of their requirements or of the library's, and to take up a security fix. vLLM is in the replica's image: it is
-# resolved along with the rest, so that all fits, and left out. setuptools builds the library there.
+# Writes the lock files of both Spaces: the newest releases that fit together, each with its hash. Also writes vLLM's
+# release into the replica's Dockerfile. Run this command after a change to the requirements of the Spaces or of the
+# library, and to install a security fix. The replica's image contains vLLM. So vLLM takes part in the resolution, but is
+# not in the lock file. The image needs setuptools to build the library.
 .PHONY: locks
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --custom-compile-command 'make locks'
 locks: $(VENV)/.test
@@ -114,12 +115,12 @@ locks: $(VENV)/.test
 	  --output-file inference_space/requirements.lock
 	sed -i 's|^\(FROM vllm/vllm-openai:v\).*|\1$(lastword $(subst ==, ,$(VLLM)))|' inference_space/Dockerfile
 
-# What it runs on: an environment for each row of docs/versions.md (an hour). Rows that are in build/matrix are kept.
+# Tests the library in an environment for each row of docs/versions.md (an hour or more). Keeps the rows in build/matrix.
 .PHONY: matrix
 matrix: $(VENV)/.app $(VENV)/.test
 	$(BIN)/python -m bench.matrix
 
-# What it costs, side by side with what it replaces (about 20 minutes): bench/results.json, docs/bench-*.svg.
+# Measures speed and size, also of other methods (about 20 minutes): writes bench/results.json and docs/bench-*.svg.
 .PHONY: bench
 bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python -m bench

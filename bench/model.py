@@ -16,9 +16,9 @@ from bench.results import SCRATCH
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest
-from delta_weight_sync.publish.mirror import Block, Mirror, Part
-from delta_weight_sync.vllm import worker
-from delta_weight_sync.vllm.memory import Changes, Table, find
+from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
+from delta_weight_sync.vllm import memory, worker
+from delta_weight_sync.vllm.memory import Changes, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 Format = Encoding | Literal["original"]
@@ -67,7 +67,7 @@ class Model:
 
     def diff(self) -> None:
         """What the trainer waits for."""
-        found = self.mirror.find(whole_parts(self.live()))
+        found = find(self.mirror, whole_parts(self.live()))
         self.mirror.keep(found)
         self.found = found.patches
 
@@ -97,6 +97,14 @@ class Model:
         return bits
 
 
+def find(mirror: Mirror, parts: Iterable[Part]) -> Found:
+    """What changed in the parts since the last sync."""
+    search = mirror.search()
+    for part in parts:
+        search.add(part)
+    return search.found()
+
+
 def whole_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Part]:
     """What one process compares of its parameters: all of them."""
     return (Part(name, tensor, Block.whole(tensor.shape), True) for name, tensor in tensors)
@@ -109,13 +117,13 @@ class Reader:
         self.live = {name: array.copy() for name, array in model.bits.items()}
         self.tensors = {n: torch.from_numpy(array).view(torch.bfloat16) for n, array in self.live.items()}
         self._shapes = {name: array.shape for name, array in self.live.items()}
-        self._patches: list[Patch] = []
+        self.patches: list[Patch] = []
         self._table, self._memory = memory_of(self.tensors)
         self._writes: list[worker.Step] = []
 
     def decode(self, encoding: str) -> None:
         """File to patches."""
-        self._patches = list(self._read(encoding))
+        self.patches = list(self._read(encoding))
 
     def receive(self, encoding: str) -> None:
         """File to weights."""
@@ -130,17 +138,17 @@ class Reader:
 
     def apply(self) -> None:
         """Add the patches."""
-        for patch in self._patches:
+        for patch in self.patches:
             codec.apply(patch, self.live[patch.name])
 
     def take_back(self) -> None:
         """Take them back."""
-        for patch in self._patches:
+        for patch in self.patches:
             codec.apply(codec.inverse(patch), self.live[patch.name])
 
     def stage(self) -> None:
         """Where every change goes, and to which bits, for the commit."""
-        self._writes = [self._memory.prepare(changes(self._patches, self._table))[0]]
+        self._writes = [self._memory.prepare(changes(self.patches, self._table))[0]]
 
     def commit(self) -> None:
         """Write and read back, as the engine does within the pause."""
@@ -181,4 +189,4 @@ def memory_of(tensors: Tensors) -> tuple[Table, worker.Memory]:
 
 def changes(patches: Sequence[Patch], table: Table) -> Changes:
     """The patches, as a commit has them."""
-    return Changes.joined(find([codec.Decoded.of(patches)], table))
+    return memory.find([codec.Decoded.of(patches)], [table])[0]

@@ -10,21 +10,22 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 from bench.change import Change
 from bench.results import SCRATCH
 from delta_weight_sync import codec
-from delta_weight_sync.codec import Patch, groups
+from delta_weight_sync.codec import Patch, bits, groups, positions
 
-_PARTS = {  # functions of `groups` -> what they do
-    "choose_limits": "choose bands",
-    "band_runs": "walk",
-    "band_walk": "walk and position bits",
-    "encode_runs": "position and value bits",
-    "_encode_values": "values",
-    "_enlarge": "value bits",
+_PARTS: dict[tuple[ModuleType, str], str] = {  # functions of modules -> what they do
+    (positions, "choose_limits"): "choose bands",
+    (positions, "band_runs"): "walk",
+    (positions, "band_walk"): "walk and position bits",
+    (bits, "encode_runs"): "position and value bits",
+    (groups, "_encode_values"): "values",
+    (groups, "_enlarge"): "value bits",
 }
 _REST = "gathering and the rest"
 _REPEATS = 3
@@ -86,8 +87,8 @@ def _profile(work: Callable[[Change], object], change: Change) -> dict[str, floa
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch("delta_weight_sync.util.THREADS", 1))
-        for name, part in _PARTS.items():
-            patches.enter_context(mock.patch.object(groups, name, timed(getattr(groups, name), part)))
+        for (module, name), part in _PARTS.items():
+            patches.enter_context(mock.patch.object(module, name, timed(getattr(module, name), part)))
         work(change)
         book()
     return seconds

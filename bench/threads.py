@@ -1,11 +1,14 @@
-"""How much a second thread helps to encode and decode the Qwen3-0.6B-shaped set, by the wall's clock."""
+"""How much a second thread helps with a sync of the Qwen3-0.6B-shaped set, by the wall's clock."""
 
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from bench import deltas
+from bench.model import Model, Reader
 from bench.results import SCRATCH, Results
 from delta_weight_sync import codec, util
 from delta_weight_sync.codec import Encoding
@@ -27,6 +30,14 @@ def run(results: Results) -> dict[str, Any]:
             ),
         }
         faster |= {name: _ratio(work) for name, work in works.items()}
+    model = Model(change)
+    reader = Reader(model)
+    faster["diff bf16"] = _ratio(model.diff)
+    model.to_fp32()
+    faster["diff fp32"] = _ratio(model.diff)
+    reader.patches = change.patches
+    reader.stage()
+    faster |= {"stage": _ratio(reader.stage), "commit": _ratio(reader.commit)}
     return {"times_as_fast_with_two": faster}
 
 
@@ -37,6 +48,7 @@ def _ratio(work: Callable[[], object]) -> float:
 
 def _seconds(work: Callable[[], object], threads: int) -> float:
     util.THREADS = threads
+    torch.set_num_threads(threads)
     started = time.perf_counter()
     result = work()
     elapsed = time.perf_counter() - started

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -21,23 +21,23 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from env_space import openenv, watch
-from env_space.game import MAX_GUESSES, MAX_SEED, OPENING, GameError, Move, RewardParts, Rules, Split
+from env_space.game import MAX_GUESSES, MAX_SEED, OPENING, Move, RewardParts, Rules, Split
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
 from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json, open_files, serve
 from space_guard.requests import FRAMING, SAFE_HEADERS, has_key, no_key, problem, read_body, refusals, replay
-from space_guard.setup import Problems, SettingsError, Setup, key_problem
+from space_guard.setup import SettingsError, Setup
 
 MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
-MAX_VISITORS = 1024  # limit on connections without the key; raised to the maximum number of games
+MAX_VISITORS = 1024  # max connections without the key; `max_sessions` if that is higher
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
 PAGE = Path(__file__).with_name("page")
 # The page may load nothing from other sites, and no text of a policy may run as a script.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-_SPARE_FILES = 64  # open files that are not clients: the log, the event loop, watched replicas
+_SPARE_FILES = 64  # open files that are not connections of clients: log, event loop, watched replicas
 
 # All other paths need the key, so a new route is closed until you add it here.
 OPEN = re.compile(
@@ -77,7 +77,7 @@ class Guess(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # Any constraint makes pydantic refuse lone surrogates, which no answer can hold.
+    # Any constraint makes pydantic refuse lone surrogates, which no response can hold.
     word: Annotated[str, Field(min_length=0)]
     turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _INTEGER]
 
@@ -93,7 +93,7 @@ class Closed(BaseModel):
 
 
 class Words(BaseModel):
-    """All possible secrets, which of them are held out, the letters of a word and the guesses of a game."""
+    """All possible secrets, which of them are held out, the length of a word, and the guesses per game."""
 
     answers: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -110,8 +110,8 @@ class Metrics:
         labels = ["outcome", "split", "via"]
         self._games = prometheus.Counter("wordle_games", "Games that ended", labels, registry=registry)
         self._guesses = prometheus.Counter("wordle_guesses", "Guesses played", ["kind"], registry=registry)
-        self.active = prometheus.Gauge("wordle_active_sessions", "Games in play", registry=registry)
-        self.capacity = prometheus.Gauge("wordle_max_sessions", "Maximum games in play", registry=registry)
+        self.active = prometheus.Gauge("wordle_active_sessions", "API games in play", registry=registry)
+        self.capacity = prometheus.Gauge("wordle_max_sessions", "Max API games in play", registry=registry)
         self.seconds = prometheus.Histogram(
             "wordle_move_seconds", "Seconds to play a move", ["via"], buckets=_BUCKETS_S, registry=registry
         )
@@ -125,8 +125,7 @@ class Metrics:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Build the service, with an empty store. Raises `ValueError` if there are fewer words than
-    `settings.answers`."""
+    """Build the service, with empty stores of games. Raises `SettingsError` as `Rules` does."""
     rules, metrics = Rules(settings), Metrics()
 
     def ended(session: Session) -> None:
@@ -134,8 +133,8 @@ def create_app(settings: Settings) -> FastAPI:
         _log.info("game ended", extra={"fields": session.summary()})
 
     sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended)
-    # Visitors' games have their own stores, so they take no room from trainers. They are not logged, so a
-    # client without the key cannot fill the log.
+    # Visitors' games have their own stores, so they take no room from trainers' games. No log has them,
+    # so a client without the key cannot fill the log.
     ttl_s, count = settings.session_ttl_s, metrics.count_game
     visitors = Sessions(MAX_PLAYED, ttl_s, count, per_client=MAX_PLAYED_EACH)
     watched = Sessions(MAX_WATCHED, ttl_s, count, per_client=MAX_WATCHED_EACH)
@@ -180,7 +179,7 @@ def _guard(app: ASGIApp, key: str) -> ASGIApp:
 def _add_games(
     app: FastAPI, sessions: Sessions, rules: Rules, seconds: prometheus.Histogram, at: str, via: str
 ) -> None:
-    """Add the routes of games. No handler awaits after it read its request, so the store needs no locks."""
+    """Add the routes of games. No handler awaits after reading the request, so the store needs no locks."""
     games, settings = APIRouter(prefix=at, include_in_schema=via == "http"), rules.settings
 
     @games.post("", status_code=201, responses=refusals(400, 401, 409, 413, 422, 503))
@@ -228,7 +227,7 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        """Say whether the service is up, how many games are in play, and how many may be."""
+        """Say whether the service is up, how many API games are in play, and how many may be."""
         return {"status": "healthy", "sessions": len(sessions), "max_sessions": sessions.capacity}
 
     @app.get("/metrics", response_class=Response, include_in_schema=False)
@@ -240,12 +239,6 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
 
 def _answer_problems(app: FastAPI) -> None:
     """Answer every refusal with a JSON object whose `detail` is a sentence that names the fix."""
-
-    @app.exception_handler(GameError)
-    async def refused(_: Request, error: GameError) -> JSONResponse:
-        # A game takes seconds, and the end of any game makes room.
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return problem(error.status, str(error), headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -278,7 +271,7 @@ def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
     return {
         "http": limited_http(LIMITS, visitors, key),
         "limit_concurrency": connections,
-        # Shorter than the visitors' limit, so that clients in the backlog cannot evict one that was accepted.
+        # Shorter than the visitors' limit, so that clients in the backlog cannot evict accepted ones.
         "backlog": visitors // 2,
         "forwarded_allow_ips": PROXIES,
         "headers": [("Content-Security-Policy", FRAMING), ("Referrer-Policy", "no-referrer"), *SAFE_HEADERS],
@@ -289,36 +282,24 @@ def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
         "ws_max_size": MAX_BODY_BYTES,
         "ws_per_message_deflate": False,
         "ws_ping_interval": 30,
-        "ws_ping_timeout": 300,  # a client may spend minutes on a training step; pings only free sockets
+        "ws_ping_timeout": 300,  # a client may train for minutes; pings only serve to find dead sockets
     }
 
 
-def find_problems(environ: Mapping[str, str]) -> Problems:
-    """The variables that would prevent a Space on the Hub from starting, each with its problem."""
-    found = key_problem(environ, "WORDLE_KEY", "WORDLE_OPEN")
-    try:
-        Rules(Settings.read(environ))
-    except SettingsError as error:
-        return found | error.problems
-    except ValueError as error:  # there are fewer words than WORDLE_ANSWERS
-        return found | {"WORDLE_ANSWERS": str(error).removesuffix(".")}
-    return found
-
-
 def main() -> None:
-    """Serve with the settings in the environment. If one is missing or wrong, a Space on the Hub says so on
-    its page; elsewhere the program exits."""
+    """Serve with the settings in the environment. If a setting is missing or wrong, a Space on the Hub says
+    so on its page; elsewhere the program exits."""
     log_as_json(per_minute=600)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO would name the replica at every move
-    if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):
-        _log.error(SETUP.sentence(problems))
-        host, port = Settings.listen_address(os.environ)
-        return serve(SETUP.app(problems), host=host, port=port, **server_options())
     try:
         settings = Settings.read(os.environ)
         app = create_app(settings)
-    except ValueError as error:
-        sys.exit(f"The Wordle Space cannot start: {error}")
+    except SettingsError as error:
+        if "SPACE_ID" not in os.environ:
+            sys.exit(f"The Wordle Space cannot start: {error}")
+        _log.error(SETUP.sentence(error.problems))
+        host, port = Settings.listen_address(os.environ)
+        return serve(SETUP.app(error.problems), host=host, port=port, **server_options())
     options = server_options(settings.required_key, settings.max_sessions)
     return serve(app, host=settings.host, port=settings.port, **options)
 

@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter
+from starlette.exceptions import HTTPException
 
 from env_space.settings import Settings
+from space_guard.setup import SettingsError
 
 LENGTH = 5
 MAX_GUESSES = 6
-MAX_STORED = 32  # characters of a guess that are stored, because a policy may write very long ones
+MAX_STORED = 32  # a guess is stored up to this length in characters, because a policy may write long ones
 MAX_SEED = 2**53  # all languages can read integers below this exactly from JSON
 HELD_OUT = 10  # one answer in this many is never used in training
 
 SOLVED, EARLY = 1.0, 0.05  # the reward for solving, and for each unused guess
 LETTERS = 0.2  # the reward if all letters of the best guess are green; a yellow earns half of a green
-GAVE_UP = 0.2  # subtracted from the reward for giving up
+GAVE_UP = 0.2  # subtracted from the reward of a game that the player gives up
 
 GREEN, YELLOW, GREY = "+", "?", "-"
 OPENING = "Play Wordle."
@@ -31,12 +33,8 @@ Split = Literal["train", "held_out"]
 DEFAULTS = Settings.read({})
 
 
-class GameError(Exception):
-    """A request cannot be served. The message is a sentence for the client; `status` is the HTTP status."""
-
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
+class GameError(HTTPException):
+    """A request cannot be served. `detail` is a sentence for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ MOVE = TypeAdapter(Move)
 def feedback(guess: str, secret: str) -> str:
     """Mark each letter of `guess`: '+' in place, '?' elsewhere, '-' absent.
 
-    A letter gets no more '+' and '?' than the secret has copies of it: first every '+', then '?' from the
+    A letter gets '+' or '?' at most as often as it occurs in the secret: first every '+', then '?' from the
     left.
     """
     unmatched = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
@@ -117,11 +115,11 @@ def guesses(length: int = LENGTH) -> frozenset[str]:
 def answers(n: int | None = None, length: int = LENGTH) -> tuple[str, ...]:
     """The first `n` answers (None: all) of `length` letters, in the order of the words' sha256.
 
-    Raises ValueError if `n` is below 1, or there are fewer answers.
+    Raises SettingsError if there are fewer answers.
     """
     words = sorted(_read(f"answers-{length}.txt"), key=lambda word: sha256(word.encode()).digest())
-    if n is not None and not 1 <= n <= len(words):
-        raise ValueError(f"There are {len(words)} answers; ask for 1 to {len(words)} of them, not {n}.")
+    if n is not None and n > len(words):
+        raise SettingsError({"WORDLE_ANSWERS": f"there are only {len(words)} answers of {length} letters"})
     return tuple(words[:n])
 
 
@@ -131,7 +129,7 @@ def secret_for(seed: int, words: Sequence[str]) -> str:
 
 
 def ignored_hint(word: str, clues: Iterable[tuple[str, str]]) -> str:
-    """Hard mode: a sentence that names a hint which `word` ignores; empty if it uses all hints.
+    """Return a sentence that names a hint which `word` ignores in hard mode; empty if `word` uses all hints.
 
     `clues` are the valid guesses so far with their marks. Greens must stay in place, and each letter must
     occur at least as often as a guess has shown it to be in the secret.
@@ -228,7 +226,7 @@ class Game:
 
 
 class Rules:
-    """The words and settings of all games. Raises ValueError if there are fewer words than `answers`."""
+    """The words and settings of all games. Raises SettingsError if `settings.answers` is too high."""
 
     def __init__(self, settings: Settings) -> None:
         words = answers(settings.answers, settings.length)

@@ -1,6 +1,6 @@
 """OpenEnv's protocol: a WebSocket at `/ws` with one game at a time, and the HTTP routes of OpenEnv's tools.
 
-It is implemented here because the `openenv` package installs a hundred other packages. The texts are those
+The protocol is implemented here, because the `openenv` package installs a hundred others. The texts are those
 that clients of OpenEnv's public Wordle environment understand: a guess is in square brackets, the marks are
 the letters G, Y and X on a line below "Feedback:", and "You attempted an invalid move" costs a turn.
 """
@@ -23,7 +23,7 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Session, Sessions
 
 Answer = dict[str, Any]
-MOST_IDLE = 64  # connections without a game: at most this many, or the maximum number of games if larger
+MOST_IDLE = 64  # max connections without a game; `max_sessions` if that is higher
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _EXAMPLES = {4: "lane", 5: "crane", 6: "planet", 7: "strange"}
 _LETTERS = str.maketrans("+?-", "GYX")
@@ -71,7 +71,7 @@ class Observation(BaseModel):
 
 
 class State(BaseModel):
-    """The state of the connection's game. `last_info` has the secret only once the game is over."""
+    """The state of the connection's game. `last_info` hides the secret until the game is over."""
 
     episode_id: str | None
     step_count: int
@@ -127,10 +127,10 @@ class Table:
             sentence = f"The message's '{place}' cannot be used: {first['msg']}"
             return _error("VALIDATION_ERROR", f"{sentence}; GET /schema shows what to send.")
         except GameError as error:
-            if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
-                return _error("EXECUTION_ERROR", str(error))
+            if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+                return _error("EXECUTION_ERROR", error.detail)
             counts = {"active_sessions": len(self._sessions), "max_sessions": self._sessions.capacity}
-            return _error("CAPACITY_REACHED", str(error), **counts)
+            return _error("CAPACITY_REACHED", error.detail, **counts)
 
     @property
     def idle(self) -> bool:
@@ -215,7 +215,7 @@ def _story(message: str, move: Move) -> str:
 
 
 def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogram) -> None:
-    idle: dict[WebSocket, None] = {}  # connections without a game, quiet longest first
+    idle: dict[WebSocket, None] = {}  # connections without a game; the first has been quiet for longest
 
     @app.websocket("/ws")
     async def play(socket: WebSocket) -> None:
@@ -230,7 +230,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogra
                     oldest = next(iter(idle))
                     del idle[oldest]
                     busy = "Too many connections wait without a game: connect again and send a reset."
-                    with suppress(WebSocketDisconnect, WebSocketDisconnected):  # it is closing already
+                    with suppress(WebSocketDisconnect, WebSocketDisconnected):  # `oldest` is closing already
                         await oldest.close(1013, busy)
                 async with asyncio.timeout(sessions.ttl_s):
                     message = await socket.receive()
@@ -266,7 +266,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogra
 
     @app.post("/mcp", include_in_schema=False)
     async def mcp(request: Request) -> Answer:
-        """Answer JSON-RPC, which OpenEnv requires of every environment. This one has no MCP tools."""
+        """Answer JSON-RPC, which OpenEnv requires of every environment. This environment has no MCP tools."""
         call = _object(await request.body()) or {}
         answer: Answer = {"jsonrpc": "2.0", "id": call.get("id")}
         if call.get("method") == "tools/list":

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any
 from uuid import UUID
@@ -10,6 +10,7 @@ from uuid import UUID
 from env_space.game import MAX_STORED, Game, GameError, Move, quote
 
 START_ANOTHER = "POST /sessions starts a new one"
+_SOON = {"Retry-After": "1"}  # a game takes seconds, and its end makes room
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Origin:
 
 @dataclass(slots=True)
 class Session:
-    """One game and its id. `used_at` is the time when it was opened, last played or ended."""
+    """One game and its id. `used_at` is the time when the game was opened, last played or ended."""
 
     id: UUID
     origin: Origin
@@ -58,35 +59,28 @@ class Session:
         }
 
 
+@dataclass(eq=False)
 class Sessions:
     """Holds at most `capacity` games in play. Nothing here awaits, so one event loop needs no locks.
 
-    A game expires `ttl_s` seconds after its last move; other requests do not keep it alive. Games that ended
-    without expiring answer retries for `ttl_s` seconds, or until `capacity` later games have ended.
-
-    `on_end` is called once for every game, when it ends. `per_client` is the maximum number of games in play
-    per client; None for trainers' games, which have no such limit.
+    A game expires `ttl_s` seconds after its start or its last move; other requests do not keep it alive.
+    An ended game that did not expire answers retries for `ttl_s` seconds, or until `capacity` more games end.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        ttl_s: float,
-        on_end: Callable[[Session], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
-        per_client: int | None = None,
-    ) -> None:
-        self.capacity, self.ttl_s = capacity, ttl_s
-        self._on_end, self._clock, self._per_client = on_end, clock, per_client
-        self._playing: dict[UUID, Session] = {}  # least recently played first
-        self._ended: dict[UUID, Session] = {}  # first ended first
+    capacity: int
+    ttl_s: float
+    on_end: Callable[[Session], None] = lambda _: None  # called once for every game, when it ends
+    clock: Callable[[], float] = time.monotonic
+    per_client: int | None = None  # games in play per client; None for trainers, who have no such limit
+    _playing: dict[UUID, Session] = field(default_factory=dict)  # least recently played first
+    _ended: dict[UUID, Session] = field(default_factory=dict)  # first ended first
 
     def __len__(self) -> int:
         self.reap()
         return len(self._playing)
 
     def open(self, id: UUID, origin: Origin, game: Game, client: str = "") -> Session:
-        """Put `game` in play under `id`. If the same request did that before, return its session.
+        """Put `game` in play under `id`. If the same request was sent before, return its session.
 
         Raises GameError: 409 if `id` belongs to another origin or to a game that ended, 503 if the store is
         full, 429 if this `client` has too many games.
@@ -99,21 +93,22 @@ class Sessions:
                 opened = f"Session {id} was opened with seed {then.seed} of split {then.split}"
                 raise GameError(409, f"{opened}, not {origin.seed} of {origin.split}: choose a new id.")
             return session
-        limit = self._per_client
+        limit = self.per_client
         if len(self._playing) >= self.capacity:
             fix = "try again in a moment" + ("" if limit else ", or raise WORDLE_MAX_SESSIONS")
-            raise GameError(503, f"{self.capacity} games are in play: {fix}.")
+            raise GameError(503, f"{self.capacity} games are in play: {fix}.", _SOON)
         if limit and sum(session.client == client for session in self._playing.values()) >= limit:
-            raise GameError(429, f"{limit} games of your address are in play: end one of them, or wait.")
-        now = self._clock()
+            fix = "end one of them, or wait"
+            raise GameError(429, f"{limit} games of your address are in play: {fix}.", _SOON)
+        now = self.clock()
         session = self._playing[id] = Session(id, origin, game, client, now, now)
         return session
 
     def play(self, id: UUID, turn: int, word: str) -> Move:
-        """Play `word` in turn number `turn`. If that was done before, return the same result.
+        """Play `word` in turn number `turn`. If the same move was played before, return the same result.
 
-        Raises GameError if the turn has another word, if a turn before it is missing, if the game is over, or
-        for an unknown or expired session.
+        Raises GameError if the turn was played with another word, if an earlier turn is missing, if the game
+        is over, or for an unknown or expired session.
         """
         session = self._find(id)
         if session.expired:
@@ -132,7 +127,7 @@ class Sessions:
             self._end(session)
         else:
             self._playing[id] = self._playing.pop(id)
-            session.used_at = self._clock()
+            session.used_at = self.clock()
         return move
 
     def close(self, id: UUID) -> Game:
@@ -148,7 +143,7 @@ class Sessions:
 
     def reap(self) -> None:
         """Let idle games expire, and forget games that ended long enough ago."""
-        horizon = self._clock() - self.ttl_s
+        horizon = self.clock() - self.ttl_s
         for store in (self._ended, self._playing):
             for session in list(takewhile(lambda session: session.used_at <= horizon, store.values())):
                 if not self._ended.pop(session.id, None):
@@ -165,8 +160,8 @@ class Sessions:
     def _end(self, session: Session) -> None:
         session.game.give_up()
         if self._playing.pop(session.id, None):
-            session.used_at = self._clock()
+            session.used_at = self.clock()
             self._ended[session.id] = session
-            self._on_end(session)
+            self.on_end(session)
         if len(self._ended) > self.capacity:
             del self._ended[next(iter(self._ended))]

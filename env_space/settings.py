@@ -8,24 +8,24 @@ from space_guard.setup import HeaderText, SpaceSettings
 class Settings(SpaceSettings):
     """Each field is the environment variable WORDLE_<FIELD>."""
 
-    PREFIX = "WORDLE_"
+    PREFIX, OPENING = "WORDLE_", "OPEN"
 
-    answers: int | None = Field(None, ge=1)  # words that can be the secret; unset: all
+    answers: int | None = Field(None, ge=1)  # how many words can be the secret; unset: all
     length: int = Field(5, ge=4, le=7)  # letters of a word
     hard_mode: bool = False  # a guess must use every hint
-    invalid_cost: float = Field(0.05, ge=0, le=1)  # subtracted from the reward for each invalid guess
-    repeated_cost: float = Field(0.05, ge=0, le=1)  # subtracted from the reward for each repeated guess
-    max_sessions: int = Field(1024, ge=1)  # games in play at the same time
+    invalid_cost: float = Field(0.05, ge=0, le=1)  # each invalid guess lowers the reward by this
+    repeated_cost: float = Field(0.05, ge=0, le=1)  # each repeated guess lowers the reward by this
+    max_sessions: int = Field(1024, ge=1)  # max API games in play at the same time
     session_ttl_s: float = Field(600, gt=0, allow_inf_nan=False)  # seconds without a move before expiry
     replica_url: str | None = Field(None, pattern="^https?://[^/]")  # the replica whose policy can be watched
     replica_prompt: str = Field("Play Wordle.", min_length=1)  # the prompt from the policy's training
     replica_key: HeaderText = Field("", repr=False)  # the key of the replica
-    key: HeaderText = Field("", repr=False)  # the key that the API asks for; empty: the API is open
-    open: bool = False  # the API is open although there is a key
+    key: HeaderText = Field("", repr=False)  # the API's key; empty: the API is open (a Space needs `open`)
+    open: bool = False  # the API is open, even if there is a key
     host: str = Field("0.0.0.0", min_length=1)  # address to listen on
     port: int = Field(8000, ge=1, le=65535)
 
     @property
     def required_key(self) -> str:
-        """The key that the API asks for, empty if it is open."""
+        """The key that the API asks for, empty if the API is open."""
         return "" if self.open else self.key

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -18,15 +19,15 @@ from env_space.settings import Settings
 from space_guard.limits import client_address
 from space_guard.requests import KEY_HEADER, refusals
 
-# At most this many watched games at a time, total and per address: they use the replica.
+# Limits of watched games at a time, in total and per address, because these games use the replica.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
 TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
-# Read once: reading the certificates would block all players for tens of milliseconds.
+# Read once: reading the certificates for each game would block all players for tens of milliseconds.
 _TLS = httpx.create_ssl_context(trust_env=False)
-# The policy had this tool in training. Without the tool, it would read another prompt than in training.
+# The policy had this tool in training. Without the tool, the policy would read another prompt.
 _TOOL = {
     "type": "function",
     "function": {
@@ -51,9 +52,18 @@ class Replica:
     async def turn(self) -> tuple[str, str | None, str]:
         """Let the policy play a turn. Returns its text, its guess (None if it called no tool), and the
         version of its weights. Raises GameError."""
-        answer = await self._ask()
         try:
+            answer = await self._http.post("/v1/chat/completions", json=self.request())
+            if not answer.is_success:
+                reason = f"it answered with status {answer.status_code}"
+                with suppress(ValueError, LookupError, TypeError):
+                    reason = str(answer.json()["error"]["message"])[:300]
+                raise GameError(502, f"The replica cannot play now: {reason}. {_ASLEEP}")
             text = answer.json()["choices"][0]["message"]["content"] or ""
+        except httpx.TimeoutException:
+            raise GameError(502, f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
+        except httpx.HTTPError:
+            raise GameError(502, f"The replica cannot be reached. {_ASLEEP}") from None
         except (ValueError, LookupError, TypeError):
             raise GameError(502, f"The replica's answer is not one of vLLM's. {_ASLEEP}") from None
         self._messages.append({"role": "assistant", "content": text})
@@ -73,24 +83,9 @@ class Replica:
             "chat_template_kwargs": {"enable_thinking": False},
         }
 
-    async def _ask(self) -> httpx.Response:
-        try:
-            answer = await self._http.post("/v1/chat/completions", json=self.request())
-        except httpx.TimeoutException:
-            raise GameError(502, f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
-        except httpx.HTTPError:
-            raise GameError(502, f"The replica cannot be reached. {_ASLEEP}") from None
-        if answer.status_code != httpx.codes.OK:
-            try:
-                reason = str(answer.json()["error"]["message"])[:300]
-            except (ValueError, LookupError, TypeError):
-                reason = f"it answered with status {answer.status_code}"
-            raise GameError(502, f"The replica cannot play now: {reason}. {_ASLEEP}")
-        return answer
-
 
 def replica_headers(url: str, key: str) -> dict[str, str]:
-    """The replica's `key`, and the Hub token if `url` begins like those of this owner's Spaces."""
+    """The replica's `key` and, if `url` begins as the URLs of this owner's Spaces do, the Hub token."""
     owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # hyphens, as in host names
     space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
     same_owner = owner and re.fullmatch(space, url, re.IGNORECASE)
@@ -119,7 +114,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
 
     async def events(session: Session) -> AsyncIterator[str]:
         yield _event("opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=settings.length)
-        url = settings.replica_url or ""  # `open_session` refuses a request without one
+        url = settings.replica_url or ""  # without a URL, `open_session` refuses the request
         headers = replica_headers(url, settings.replica_key)
         try:
             async with httpx.AsyncClient(
@@ -137,7 +132,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
                     yield _event("turn", text=text, version=version, move=MOVE.dump_python(move))
             yield _event("ended", solved=session.game.solved, secret=session.game.secret)
         except GameError as error:
-            yield _event("problem", detail=str(error))
+            yield _event("problem", detail=error.detail)
 
 
 def _event(kind: str, **data: Any) -> str:

@@ -1,11 +1,11 @@
-"""Publish the weights of your own training loop; only what changed at a step goes to the bucket.
+"""Publish the weights of your own training loop; at each step, only changed weights go to the bucket.
 
-    python examples/own_loop.py policy file:///tmp/bucket#own
-    torchrun --nproc-per-node 2 examples/own_loop.py policy file:///tmp/bucket#own
+    python examples/own_loop.py trainer/policies/wordle-tiny file:///tmp/bucket#own
+    torchrun --nproc-per-node 2 examples/own_loop.py trainer/policies/wordle-tiny file:///tmp/bucket#own
 
-`policy` is the folder of a checkpoint, such as `python examples/tiny_policy.py policy` writes, or a model of
-the Hub. In several processes the parameters are sharded. Every rank makes the same calls, and the first one
-writes. End it at any moment and start it again: it resumes as if nothing had happened.
+The first argument is a model of the Hub or, as here, the folder of a checkpoint. With several processes the
+parameters are sharded: every rank makes the same calls, and publishes its own tensors. Stop the script at
+any moment and start it again: the run resumes as if nothing had happened.
 """
 
 import os
@@ -41,10 +41,10 @@ def main(policy: str, url: str, steps: int = 5) -> None:
             optimizer.step()
             optimizer.zero_grad()
             publisher.publish(model.named_parameters(), step)
-            end = step == int(steps)  # in between, a state is saved every few minutes
+            end = step == int(steps)  # before the end, a state is saved every few minutes
             publisher.save_state(model.named_parameters(), optimizer, extra={"step": step}, final=end)
         newest = publisher.flush()
-        print(f"version {newest.version}: {newest.changed} of {newest.total} weights changed at its step")
+        print(f"version {newest.version}: {newest.changed} of {newest.total} weights changed")
 
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -4,8 +4,8 @@
     VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=$RUN vllm serve Qwen/Qwen3-0.6B
     python examples/trl_script.py Qwen/Qwen3-0.6B $RUN http://localhost:8000
 
-vLLM may be on any machine that can read the bucket. To try it on a CPU, let `python examples/tiny_policy.py
-policy` write a model and name `policy` in place of Qwen's, with RUN=file:///tmp/bucket#first.
+vLLM may be on any machine that can read the bucket. To try this on a CPU, replace Qwen/Qwen3-0.6B by
+`trainer/policies/wordle-tiny`, and set RUN=file:///tmp/bucket#first.
 """
 
 import sys
@@ -19,13 +19,13 @@ from delta_weight_sync import BucketWeightTransfer
 QUESTIONS = ["What is the sky?", "Why is grass green?", "Who are you?", "How are you?"]
 
 
-def shorter(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
-    """The reward: the shorter the answer, the better."""
-    return [-len(completion[-1]["content"]) / 100 for completion in completions]
+def plain(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
+    """The reward: the fewer different characters an answer has, the better."""
+    return [-len(set(completion[-1]["content"])) / 10 for completion in completions]
 
 
 def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
-    """Train for a few steps; the weights of each are in the bucket, and soon in vLLM."""
+    """Train for a few steps. After each step, changed weights go to the bucket, and from there to vLLM."""
     args = AsyncGRPOConfig(
         output_dir="trl_script",
         vllm_server_base_url=vllm,
@@ -42,7 +42,7 @@ def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
         model,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in QUESTIONS]}),
-        reward_funcs=shorter,
+        reward_funcs=plain,
         weight_transfer=BucketWeightTransfer(url, base=model),
     ).train()
 

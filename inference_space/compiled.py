@@ -1,4 +1,4 @@
-"""Compiles a replica's kernels into numba's cache when its image is built: containers then start faster."""
+"""Compiles a replica's kernels into numba's cache when its image is built, so containers start faster."""
 
 import tempfile
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from delta_weight_sync import codec
-from delta_weight_sync.vllm.memory import Changes, Table, find
+from delta_weight_sync.vllm.memory import Table, find
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 SHAPE, SHARES = (256, 96), {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
@@ -27,5 +27,5 @@ if __name__ == "__main__":  # encode and decode deltas of every mode, find and a
             patches = [*codec.Delta(path).patches({"w": SHAPE}, old.__getitem__)]
             undone = [codec.inverse(patch) for patch in patches]
             both = codec.Decoded.of([*patches, *codec.merge(patches, undone)])
-            Changes.joined(find([both], table))
+            find([both], [table])
             codec.apply(patches[0], old["w"])

@@ -1,19 +1,18 @@
 """The gate of the public port: it passes only the routes listed here, and checks key, body and limits.
 
-It stands before every app of the Space, so a route that some library adds is closed until it is listed here.
-It compares each path as it was sent, before anything decodes it. A refusal is a sentence that names the fix,
-in the form that OpenAI's clients expect.
+The gate stands before every app of the Space, so a route that some library adds is closed until you list it
+here. The gate compares each path as the client sent it, before anything decodes it. A refusal is a sentence
+that names the fix, in the form that OpenAI's clients expect.
 """
 
 import asyncio
-import hashlib
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import MutableHeaders
@@ -36,7 +35,7 @@ from space_guard.requests import (
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
-LEAST = 256 << 10  # a visitor's body counts as this many bytes at least, because it holds a connection
+LEAST = 256 << 10  # a visitor's body counts as this many bytes at least, as its request holds a connection
 # The budget of one address: how much it gains per second, and how much it can save up. The cost of a route
 # is about the milliseconds of this process that a request takes; the lanes limit what vLLM computes.
 RATE = (200.0, 2000.0)
@@ -55,7 +54,7 @@ class Route:
     cost: float = 1.0
 
 
-_FILE = r"(/[\w-][\w.-]*)+"  # no part of it begins with a dot
+_FILE = r"(/[\w-][\w.-]*)+"  # no part of the path begins with a dot
 ROUTES = (
     Route("/", cost=2.0),
     Route("/", "HEAD", cost=2.0),
@@ -63,7 +62,7 @@ ROUTES = (
     Route("/status"),
     Route("/v1/models", lane="reading"),
     Route("/v1/(chat/)?completions", "POST", lane="inference", keyed=True, body="completion", cost=10.0),
-    # A poke only says "look at the bucket now". It needs the key if inference does, because all replicas
+    # A poke only says "look at the bucket now". A poke needs the key if inference does, because all replicas
     # of a user share one quota of requests to the Hub.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)", lane="reading", cost=5.0),
@@ -78,7 +77,7 @@ ROUTES = (
 )
 
 # Only these headers reach the apps, so keys and tokens do not. Given an `Origin`, Gradio would answer with
-# CORS headers that let any site read the answer. The host is replaced, as a client can set it to anything.
+# CORS headers that let any site read the answer. The host is replaced, because a client can send any.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent"
     b" x-policy-min-sync".split()
@@ -86,33 +85,22 @@ _PASSED_ON = frozenset(
 _HOST = (b"host", b"replica")
 
 
+@dataclass
 class Gate:
-    """ASGI middleware.
+    """ASGI middleware."""
 
-    Args:
-        key: Opens the keyed routes. If it is empty, they are open to everyone who can reach this machine.
-        lanes: The limits by the names in `Route.lane`. A lane that is missing has no limit.
-        readers: The objects that check bodies, by the names in `Route.body`.
-        open_inference: Keyed routes need no key. Capacity is still reserved for requests with the key.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        key: str,
-        lanes: Mapping[str, Lane],
-        readers: "Mapping[str, Completions | DashboardCalls]",
-        open_inference: bool = False,
-        rate: RateLimit | None = None,
-    ) -> None:
-        self._app, self._key, self._open = app, key, open_inference
-        self._lanes, self._arriving = lanes, Lane(ARRIVING)
-        self._readers, self._rate = readers, rate or RateLimit(*RATE)
+    app: ASGIApp
+    _: KW_ONLY
+    key: str  # opens the keyed routes; if it is empty, they are open to everyone who can reach this machine
+    lanes: Mapping[str, Lane]  # the limits by the names in `Route.lane`; a lane that is missing has no limit
+    readers: "Mapping[str, Completions | DashboardCalls]"  # check bodies, by the names in `Route.body`
+    open_inference: bool = False  # no route needs the key; clients with the key keep their reserve
+    rate: RateLimit = field(default_factory=lambda: RateLimit(*RATE))
+    arriving: Lane = field(default_factory=lambda: Lane(ARRIVING))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         begun = False
@@ -136,22 +124,22 @@ class Gate:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = find_route(scope)
-        client = None if has_key(self._key, scope["headers"]) else client_address(scope)
-        if client is not None and route.keyed and not self._open:
+        client = None if has_key(self.key, scope["headers"]) else client_address(scope)
+        if client is not None and route.keyed and not self.open_inference:
             raise no_key(scope["headers"], "REPLICA_KEY")
-        if client is not None and self._rate.spend(client, route.cost):
+        if client is not None and self.rate.spend(client, route.cost):
             raise too_many("your address sends too many requests")
         body, units = await self._read(scope, receive, route, client)
-        lane = self._lanes.get(route.lane) or Lane(sys.maxsize)
+        lane = self.lanes.get(route.lane) or Lane(sys.maxsize)
         with lane.admit(client, units):
             headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
             try:
                 async with asyncio.timeout(lane.seconds) as clock:
-                    await self._app({**scope, "headers": headers}, replay(body, receive), send)
+                    await self.app({**scope, "headers": headers}, replay(body, receive), send)
             except TimeoutError:
                 if not clock.expired():  # a timeout of the app itself, not of the lane
                     raise
-                sentence = "the answer took longer than this Space allows: ask for fewer tokens"
+                sentence = "the answer took longer than this Space allows: ask again, or for fewer tokens"
                 raise HTTPException(504, sentence) from None
 
     async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> tuple[bytes, int]:
@@ -167,9 +155,9 @@ class Gate:
             raise HTTPException(
                 415, "the body must be JSON: send it with Content-Type: application/json", CLOSE
             )
-        reader = self._readers[route.body]
+        reader = self.readers[route.body]
         units = min(reader.limit, announced or reader.limit)
-        with self._arriving.admit(client, units if client is None else max(units, LEAST)):
+        with self.arriving.admit(client, units if client is None else max(units, LEAST)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:
             return reader.read(body, client)
@@ -178,7 +166,7 @@ class Gate:
 
 
 def find_route(scope: Scope) -> Route:
-    """The route of a request. Raises `HTTPException` if it is not listed."""
+    """The route of a request. Raises `HTTPException` if no listed route matches."""
     path = scope["raw_path"].decode("latin-1")
     known = {route.method: route for route in ROUTES if re.fullmatch(route.path, path, re.ASCII)}
     if not known:
@@ -192,16 +180,11 @@ def find_route(scope: Scope) -> Route:
 # types, logprobs and lengths in tokens.
 BYTES_PER_TOKEN = 16  # in a body, per token of context: a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
-MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
+MAX_BODY = 8 << 20  # bytes: the limit for a long context, and while the context is unknown
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together
-MAX_CHOICES = 128  # entries of `structured_outputs.choice`
-MAX_GRAMMAR = 16 << 10  # bytes of each field in `GRAMMARS`, from which vLLM makes a grammar
-GRAMMARS = "structured_outputs", "response_format", "tools"
-# A client's budget for new grammars, in milliseconds of a core: the gain per second, and the most to save up.
-# vLLM never stops a compilation, even if the client hangs up.
-COMPILING = (250.0, 20_000.0)
-KNOWN_GRAMMARS = 1024  # remembered; they cost nothing again, because vLLM keeps them
-MAX_ENTRIES = 1024  # of any other list, except the inputs
+# vLLM makes a grammar from these fields. vLLM goes on compiling a grammar even if the client hangs up.
+GRAMMARS = "structured_outputs", "response_format"
+MAX_ENTRIES = 1024  # of any list or object, except the inputs
 INPUTS = "prompt", "messages"
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (
@@ -221,8 +204,6 @@ class Completions:
 
     context: Callable[[], int | None]  # the model's context in tokens; None while it is not known
     batch: int  # completions that one request may ask for
-    compiling: RateLimit = field(default_factory=lambda: RateLimit(*COMPILING))
-    known: dict[str, None] = field(default_factory=dict)  # grammars, by their hash
 
     @property
     def limit(self) -> int:
@@ -230,8 +211,8 @@ class Completions:
         return MAX_BODY if context is None else min(MAX_BODY, OTHER_BYTES + BYTES_PER_TOKEN * context)
 
     def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
-        """The body, unchanged, and how many completions it asks for. Raises `ValueError` if vLLM must not get
-        it, and `HTTPException` if the client must wait."""
+        """Return the unchanged body, and how many completions it asks for. Raises `ValueError` for a body
+        that vLLM must not get."""
         asked = None
         with suppress(ValueError, RecursionError):
             asked = json.loads(body)  # as vLLM reads it
@@ -240,14 +221,12 @@ class Completions:
         for name, value in asked.items():
             if name not in FIELDS and value is not None:
                 raise ValueError(f"the field {name[:40]!r} is not accepted here: leave it out")
-            if name in GRAMMARS:
-                if len(json.dumps(value)) > MAX_GRAMMAR:
-                    raise ValueError(f"{name} is too large: send at most {MAX_GRAMMAR >> 10} KB")
-                choices = value.get("choice") if isinstance(value, dict) else None
-                if isinstance(choices, list) and len(choices) > MAX_CHOICES:
-                    raise ValueError(f"too many choices: send at most {MAX_CHOICES}")
-            elif name not in INPUTS and isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
+            if name not in INPUTS and isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
                 raise ValueError(f"{name} is too long: send at most {MAX_ENTRIES} entries")
+        tools = asked.get("tools") and asked.get("tool_choice") != "none"
+        if client is not None and (tools or any(asked.get(name) for name in GRAMMARS)):
+            without = f"{' and '.join(GRAMMARS)}, and tools unless tool_choice is 'none'"
+            raise ValueError(f"only clients with the key may send {without}: send the Space's REPLICA_KEY")
         stops = asked["stop"] if isinstance(asked.get("stop"), list) else [asked.get("stop")]
         characters = sum(len(text) for text in stops if isinstance(text, str))
         if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
@@ -267,54 +246,7 @@ class Completions:
         completions = n * (len(prompt) if many and prompt else 1)
         if completions > self.batch:
             raise ValueError(f"too many completions (prompts times n): ask for at most {self.batch}")
-        self._compile([asked[name] for name in GRAMMARS if asked.get(name)], client)
         return body, completions
-
-    def _compile(self, grammars: list[Any], client: Client) -> None:
-        digest = hashlib.sha256(json.dumps(grammars).encode()).hexdigest()
-        if not grammars or digest in self.known:
-            return
-        cost, most = compile_ms(grammars), COMPILING[1]
-        if cost > most:
-            raise ValueError(
-                f"the grammar may take {cost / 1000:.0f} s to compile, and at most {most / 1000:.0f} s are"
-                " allowed: use fewer repetitions (* + ? {}), shorter lengths or a smaller schema"
-            )
-        if self.compiling.spend(client or "with the key", cost):
-            raise too_many("your new grammars take too long to compile")
-        self.known[digest] = None
-        if len(self.known) > KNOWN_GRAMMARS:
-            del self.known[next(iter(self.known))]
-
-
-def compile_ms(grammars: list[Any]) -> float:
-    """Estimate the milliseconds of a core that vLLM's xgrammar takes to compile these grammars. The factors
-    were measured with a vocabulary of 150,000 tokens; a smaller one takes less."""
-    texts, lengths, waiting = list[str](), list[float](), list(grammars)
-    formats = ranges = 0
-    while waiting:  # a recursion could get too deep
-        part = waiting.pop()
-        if isinstance(part, list):
-            waiting += part
-        for name, value in part.items() if isinstance(part, dict) else ():
-            if name in ("json", "structural_tag") and isinstance(value, str):
-                with suppress(ValueError, RecursionError):
-                    value = json.loads(value)
-            waiting.append(value)
-            if name in ("regex", "pattern", "grammar"):
-                texts.append(str(value))
-            elif name == "patternProperties" and isinstance(value, dict):
-                texts += value
-            elif name in ("minLength", "maxLength") and isinstance(value, int | float):
-                lengths.append(value)
-            formats += name == "format"
-            ranges += name.lower().endswith(("minimum", "maximum"))
-    for text in texts:
-        within = " ".join(re.findall(r"\{[\d, ]*\}", text))
-        lengths += [int(number[:9]) for number in re.findall(r"\d+", within)]
-    repeats = sum(text.count(sign) for text in texts for sign in "*+?{")
-    sizes = len(json.dumps(grammars)) / 4 + 20.0 * sum(min(300, abs(length)) for length in lengths)
-    return 2.0 * repeats**2 + 200.0 * formats + 15.0 * ranges + sizes
 
 
 MAX_TEXT = 1024  # characters of an event's value
@@ -331,7 +263,7 @@ class _Call(BaseModel, strict=True):
 class DashboardCalls:
     """Checks calls of the dashboard's events, so that only texts reach Gradio.
 
-    Gradio accepts the description of a file in place of any value, and fetches it with this machine's access.
+    Gradio accepts a file's description instead of any value, and fetches the file with this machine's access.
     """
 
     events: Mapping[int, int]  # the number of each event -> how many inputs it has

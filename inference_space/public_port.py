@@ -31,9 +31,9 @@ from space_guard.setup import Problems
 
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
 LIMITS = Limits(request_s=15.0, unread_s=60.0, head_bytes=64 << 10, keep_active=True)
-MAX_VISITORS = 256  # connections without the key that have sent no complete request
+MAX_VISITORS = 256  # connections without the key, except those on which a request is being answered
 MAX_FILES = 1 << 16
-KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
+KEEP_ALIVE_S = 120  # between two requests on one connection, a rollout may wait seconds for its environment
 LOG_LINES = 20  # messages per minute from one place in uvicorn's code; each may be a traceback of kilobytes
 
 
@@ -51,7 +51,7 @@ class SpaceFollower(Follower):
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The complete Space as one ASGI app; the follower and vLLM live as long as it does."""
+    """The complete Space as one ASGI app; the follower and vLLM live as long as the app."""
     bucket, vllm, folder = open_bucket(settings.bucket), VllmServer(settings), Path(settings.folder)
     reader = RunReader(bucket, settings.run)
     follower = SpaceFollower(reader, vllm, name=settings.name, folder=folder, poll_s=settings.poll_s)
@@ -130,7 +130,7 @@ def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: SpaceFollower) -
             await vllm.app(scope, receive, unless_dead)
             if not died:
                 return None
-            reason = "vLLM is being restarted"  # it died during this request
+            reason = "vLLM is being restarted"  # vLLM died during this request
         refusal = HTTPException(503, f"{reason}; try again in a moment", {"Retry-After": "1"})
         return await openai_error(refusal, "unavailable")(scope, receive, send)
 

@@ -12,7 +12,7 @@ from delta_weight_sync.records import POLL_S, Keys
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.server import NOT_HERE
-from space_guard.setup import HeaderText, Problems, SettingsError, Setup, SpaceSettings, key_problem
+from space_guard.setup import HeaderText, Problems, Setup, SpaceSettings
 
 TOKENS = "https://huggingface.co/settings/tokens"
 
@@ -20,7 +20,7 @@ TOKENS = "https://huggingface.co/settings/tokens"
 class Settings(SpaceSettings):
     """Each field is the variable `REPLICA_<FIELD>`; an unknown `REPLICA_` variable is an error."""
 
-    PREFIX = "REPLICA_"
+    PREFIX, OPENING = "REPLICA_", "OPEN_INFERENCE"
 
     bucket: str  # hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>
     run: str
@@ -31,51 +31,34 @@ class Settings(SpaceSettings):
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    # For inference, pokes and the owner's controls. If empty, the first two are open; controls need a login.
+    # Opens inference, pokes, controls. Empty: the first two are open; on the Hub, this needs OPEN_INFERENCE.
     key: HeaderText = Field("", repr=False)
     open_inference: bool = False  # inference and pokes need no key
-    max_requests: int | None = Field(None, ge=1)  # concurrent inference requests; None: 4 * max_num_seqs
+    max_requests: int | None = Field(None, ge=1)  # concurrent completions; None: 4 * max_num_seqs
     request_s: float = Field(900.0, gt=0)  # seconds that an inference request may take
     folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas
 
+    def problems(self, environ: Mapping[str, str]) -> Problems:
+        found = {SIGNING_KEY: NOT_HERE} if environ.get(SIGNING_KEY) else {}
+        for name, check, value in (
+            ("REPLICA_BUCKET", open_bucket, self.bucket),
+            ("REPLICA_RUN", Keys, self.run),
+            (PUBLIC_KEY, PublicKeys, environ.get(PUBLIC_KEY, "")),
+        ):
+            try:
+                check(value)
+            except DeltaWeightSyncError as error:
+                found[name] = str(error)
+        return found
+
 
 SETUP = Setup("replica", then="dashboard", needs=Path(__file__).with_name("setup.toml"))
-
-
-def find_problems(environ: Mapping[str, str]) -> Problems:
-    """The variables that prevent a Space on the Hub from starting, each with its problem."""
-    found = key_problem(environ, "REPLICA_KEY", "REPLICA_OPEN_INFERENCE")
-    try:
-        settings = Settings.read(environ)
-    except SettingsError as error:
-        return found | error.problems
-    for name, check, value in (
-        ("REPLICA_BUCKET", open_bucket, settings.bucket),
-        ("REPLICA_RUN", Keys, settings.run),
-        (PUBLIC_KEY, PublicKeys, environ.get(PUBLIC_KEY, "")),
-    ):
-        try:
-            check(value)
-        except DeltaWeightSyncError as error:
-            found[name] = str(error)
-    if environ.get(SIGNING_KEY):
-        found[SIGNING_KEY] = NOT_HERE
-    return found
 
 
 def access_problems(error: Exception, url: str) -> Problems:
     """The variable or secret to fix if `error` says that the bucket at `url` cannot be read; else empty."""
     if not isinstance(error, AccessDeniedError | BucketMissingError):
         return {}
-    if not url.startswith("hf://"):
-        return {"REPLICA_BUCKET": f"{error}"}
-    if not get_token():
-        return {"HF_TOKEN": f"not set, and {url} is private or does not exist; make a token at {TOKENS}"}
-    if getattr(getattr(error.__cause__, "response", None), "status_code", 0) == 401:
-        return {"HF_TOKEN": f"the Hub does not know this token: it is wrong or expired; make one at {TOKENS}"}
-    if isinstance(error, AccessDeniedError):
-        return {"HF_TOKEN": f"this token may not read {url}; give it read access to the bucket at {TOKENS}"}
-    return {  # the Hub gives the same answer in both cases
-        "REPLICA_BUCKET": f"{url} does not exist, or the token in HF_TOKEN may not read it; check the name"
-        f" and the token ({TOKENS}), or start the trainer, which creates the bucket"
-    }
+    on_hub = url.startswith("hf://")
+    wrong = on_hub and (isinstance(error, AccessDeniedError) or not get_token())
+    return {"HF_TOKEN" if wrong else "REPLICA_BUCKET": f"{error}"}

@@ -40,7 +40,7 @@ _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a fixed size, vLLM 
 # On some GPUs, the kernels that vLLM prefers reorder the experts of a mixture, and deltas would not fit.
 _ON_GPU = ["--moe-backend", "triton"]
 # A chat template is a program: anyone with write access to the bucket could make it loop forever. Without a
-# public key, this one replaces it. It renders only the test messages that vLLM sends itself when it starts.
+# public key, unsigned.jinja replaces it. unsigned.jinja renders only the test messages of vLLM's start.
 _UNSIGNED_TEMPLATE = Path(__file__).with_name("unsigned.jinja")
 _ENVIRONMENT = {
     "VLLM_PLUGINS": "delta_weight_sync",
@@ -59,12 +59,12 @@ class VllmServer(Engine):
         self._assets: dict[str, str] = {}
         self.app: ASGIApp | None = None
         self.context: int | None = None  # tokens of the model's context; None before the start
-        self.follower: Follower | None = None  # the headers of streamed answers name the version it serves
+        self.follower: Follower | None = None  # knows the served version, for headers of answers
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
         if not gpu_build.is_installed():
             # Otherwise a CPU's first answer waits ten seconds while vLLM compiles its ranking of logprobs.
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # This script starts the engine without secrets. It is copied, because uploads lose file modes.
+        # This script starts the engine without secrets. The script is copied, as uploads lose file modes.
         folder = private_folder(settings.folder, "REPLICA_FOLDER")
         script = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))
         script.chmod(0o700)
@@ -106,7 +106,7 @@ class VllmServer(Engine):
             raise EngineError(f"vLLM did not start: {error}; see the log above for the reason") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))
         gc.collect()
-        gc.freeze()  # without it, each look for garbage goes through all imports, for half a second
+        gc.freeze()  # without this, each garbage collection scans all imports, for half a second
 
     def stop(self) -> None:
         """Stop vLLM, even if it is still starting."""

@@ -1,6 +1,6 @@
-"""The trainer box: TRL's asynchronous GRPO, and the publisher that puts its weights into the bucket."""
+"""The trainer: TRL's asynchronous GRPO, and the publisher that puts the weights into the bucket."""
 
 import os
 
-# TRL warns at import that async GRPO is experimental; `trl.patches` requires the one release that was tested.
+# Silence TRL's warning that async GRPO is experimental, because `compat` warns of untested releases.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -1,7 +1,7 @@
-"""Exact old policies: each token's old log-probability is computed with the weights that generated it.
+"""Exact old policies: each token's old log-probability is computed with the weights that made the token.
 
 The sync of each token is known. A second model is moved to that sync's weights by undoing or repeating the
-syncs in between. `docs/how-it-works.md` says why, and what the metrics `exact/*` mean.
+syncs in between. `docs/how-it-works.md` explains why, and what the metrics `exact/*` mean.
 """
 
 import contextlib
@@ -47,13 +47,13 @@ class PastPolicy:
         self.written = 0  # number of weights that all calls of `roll` wrote
 
     def begin(self, policy: torch.nn.Module, log: UndoLog) -> None:
-        """Copy the weights of `policy`: those of the only sync in `log`, which was just published."""
+        """Copy the weights of `policy`, which were just published as the only sync in `log`."""
         for name, weights in live_weights(policy):
             self._weights[name].copy_(weights.detach().to(torch.bfloat16))
         self.log, (self.sync,) = log, log.syncs
 
     def keep_up(self) -> None:
-        """Move off the log's oldest sync: the next publish may drop it, and `roll` could not start there."""
+        """Move off the oldest logged sync: a publish may drop it, and `roll` must start at a logged one."""
         if self.log.syncs[0] == self.sync != self.log.syncs[-1]:
             self.roll(self.log.syncs[1])
 
@@ -64,7 +64,7 @@ class PastPolicy:
 
     @torch.no_grad()
     def log_probs(self, queries: Iterable[dict[str, Any]]) -> LogProbs:
-        """Return the log-probabilities of all queries in order, at the policy's temperature: float32."""
+        """Return all queries' log-probabilities at the policy's temperature, in order: float32 [asked]."""
         rows = [TreeRow()]
         for query in queries:
             if rows[-1].samples and self._token_budget and not rows[-1].fits(query, self._token_budget):
@@ -75,14 +75,14 @@ class PastPolicy:
 
 
 def query(input_ids: NDArray[np.int64], asked: Mask) -> dict[str, Any]:
-    """Make a sample for `TreeRow`. `input_ids`: int64 [n]. `asked`: bool [n], the tokens whose
-    log-probabilities to compute; the first token must not be among them."""
+    """Make a sample for `TreeRow`. `input_ids`: int64 [n]. `asked`: bool [n], True for each token
+    whose log-probability is wanted; the first token must be False."""
     sample = {"input_ids": input_ids, "completion_mask": asked.astype(np.int64)}
     return sample | {"old_log_probs": np.zeros(len(input_ids)), "advantage": 0.0, "group_id": 0}
 
 
 def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Compute the log-probabilities of one packed row's tokens, as in `AsyncGRPOTrainer.compute_loss`."""
+    """Compute the log-probabilities of one packed row's tokens, as `AsyncGRPOTrainer.compute_loss` does."""
     device = next(model.parameters()).device
     packed = {key: column.to(device) for key, column in packed.items()}
     longest_q, longest_k = packed["tree_max_seqlens"].tolist()
@@ -107,10 +107,10 @@ def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
 
 
 class ExactSamples(TrainerCallback):
-    """Wraps TRL's queue of samples, and makes their old log-probabilities exact when they are taken.
+    """Wraps TRL's queue of samples. A taken sample has exact old log-probabilities.
 
-    It computes all waiting samples together, at most a batch. If the weights of one of a sample's tokens are
-    unknown or no longer in the log, the sample stays as it is, and is counted.
+    `get` handles all waiting samples together, at most a batch. If the log lacks the sync of a trained
+    token, the token's sample keeps all the engine's log-probabilities, and is counted.
     """
 
     def __init__(self, samples: Any, past: PastPolicy, trainer: Any, publisher: Publisher) -> None:
@@ -170,8 +170,8 @@ class ExactSamples(TrainerCallback):
     def _compare(self, samples: Sequence[TracedSample], engine: Sequence[LogProbs]) -> None:
         """Record how the engine's log-probabilities differ from the trainer's.
 
-        `exact/mismatch_*` are of tokens for which both used the same weights only; `exact/mixed_mean` is of
-        tokens that the engine generated with keys and values of older weights.
+        `exact/mismatch_*` cover tokens whose keys and values in the engine are all of one version;
+        `exact/mixed_mean` covers tokens that the engine generated with keys and values of older weights.
         """
         if not samples:
             return
@@ -188,12 +188,12 @@ class ExactSamples(TrainerCallback):
             self._record("exact/mixed_mean", (np.abs(mixed).sum(), mixed.size))
 
     def _record(self, name: str, value: float | tuple[float, int]) -> None:
-        """At each log, TRL adds `*_total`, keeps the largest `*_max`, and averages (sum, count) pairs."""
+        """When TRL logs, it adds up `*_total`, keeps the largest `*_max`, and averages (sum, count) pairs."""
         self._trainer._metrics["train"][name].append(value)
 
 
 def trained(sample: TracedSample) -> Mask:
-    """Which tokens are trained on. The first is not, because nothing predicts it."""
+    """Which tokens are trained on. The sample's first token is not, because no token predicts it."""
     mask: Mask = sample.completion_mask == 1
     return mask & (np.arange(len(mask)) > 0)
 

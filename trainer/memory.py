@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_TILE = 4096, 32768  # tokens and vocabulary entries whose logits TRL computes at a time, at most
+_TILE = 4096, 32768  # at most this many tokens and vocabulary entries are in TRL's logits at a time
 _ADAMW = "adamw_torch_fused", "adamw_torch"  # other optimizers count as if they had no moments
-ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact
+ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact with AdamW
 
 
 def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, int]:
     """Bytes on the GPU of each rank, by purpose. Empty if `model` has no readable config of a language model.
 
-    `options`: the settings; missing ones have the trainer's defaults. `shards`: the ranks of FSDP.
+    `options`: the settings; missing ones have the trainer's defaults. `shards`: number of FSDP's ranks.
     """
     try:
         config = AutoConfig.from_pretrained(model)
@@ -33,7 +33,7 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
         "weights": size * count,
         "gradient": size * count,
         "moments": 2 * size * count * (options.get("optim", _ADAMW[0]) in _ADAMW),
-        # Of its own tensors, and of its blocks of other ranks' tensors.
+        # A rank mirrors its own tensors, and its blocks of other ranks' tensors.
         "mirror": 2 * count * (2 - 1 / shards) * (options.get("mirror") == "device"),
         "old policy": size * count * bool(options.get("exact_old_policy")),
         "autocast": 2 * count * (bf16 and size == 4),
@@ -53,6 +53,6 @@ def problem(needs: Mapping[str, int], room: int) -> str:
 
 
 def words(needs: Mapping[str, int]) -> str:
-    """The sum and each part, in GB."""
+    """The sum and each part as text, in GB."""
     each = ", ".join(f"{name} {need / 1e9:.1f}" for name, need in needs.items())
     return f"{sum(needs.values()) / 1e9:.0f} GB ({each})"

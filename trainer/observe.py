@@ -28,18 +28,18 @@ _RATES = 2  # metrics that `StepRecorder` adds
 
 
 class StepRecorder(TrainerCallback):
-    """Copies TRL's metrics into the log and, every few seconds, a group of rollouts, also before step 1.
+    """Writes TRL's metrics into the log and, every few seconds, a group of rollouts, even before step 1.
 
-    It takes the place of TRL's queue of samples, to see the groups and to count the games.
+    A recorder takes the place of TRL's queue of samples, so that it sees the groups and counts the games.
     """
 
     def __init__(self, log: RunLogWriter, samples: Any) -> None:
         self._log, self._samples = log, samples
         self._current: list[Any] = []  # the group that is arriving
-        self._complete: list[Any] = []  # the newest complete group; empty if the log has it
+        self._complete: list[Any] = []  # the newest complete group; empty once it is in the log
         self._group_due = 0.0
         self._seen = Counter[str]()  # counts of samples, games and guesses since the last logged step
-        self._first_due = False  # whether the run has no step yet
+        self._first_due = False  # whether the log has no step of the run yet
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
@@ -112,7 +112,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """The value if the log can hold it, that is, if it is a number within `LARGEST`; otherwise None."""
+    """The value as a float if the log can hold it: a number within `LARGEST`; otherwise None."""
     return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None
 
 
@@ -121,7 +121,7 @@ class ReplicaWatch:
 
     def __init__(self, fleet: Fleet, log: RunLogWriter) -> None:
         self._fleet, self._log = fleet, log
-        self._after = defaultdict[str, int](lambda: -1)  # newest version whose commit is logged, by URL
+        self._after = defaultdict[str, int](lambda: -1)  # by URL: the newest version with a logged commit
         self._last: dict[str, ReplicaEvent] = {}
         self._http = httpx.Client(timeout=5.0)
         self._closed = threading.Event()
@@ -134,7 +134,7 @@ class ReplicaWatch:
         self._http.close()
 
     def wait_for(self, version: int, timeout_s: float = 120.0) -> bool:
-        """Wait until every replica serves `version`; False after `timeout_s`."""
+        """Wait until every replica serves `version`. Returns False if that takes longer than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if all(url in self._last and self._last[url].version == version for url in self._fleet.urls()):
@@ -176,7 +176,7 @@ class ReplicaWatch:
 
 
 class Pokes:
-    """Notifies replicas of a new version. Each has its own thread here, so that none delays another.
+    """Notifies replicas of a new version. Each replica has its own thread here, so no replica delays another.
 
     Failures are ignored, because a replica that misses a poke finds the version at its next poll.
     """
@@ -187,7 +187,7 @@ class Pokes:
         self._last: dict[str, Future[None]] = {}
 
     def send(self, _: object = None) -> None:
-        """Poke every replica; returns immediately. A replica that is being poked gets one more poke."""
+        """Poke every replica, without waiting. Behind a poke that is under way, at most one more waits."""
         for url in self._fleet.urls():
             last = self._last.get(url)
             if last is None or last.running() or last.done():

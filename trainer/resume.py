@@ -1,8 +1,8 @@
 """Resumes a run from the newest state in its bucket, and saves states there.
 
 Both classes are callbacks of TRL's trainer. One of TRL's own callbacks publishes the weights when training
-begins. `Restore` must run before that callback, so the trainer is made with it; `SaveState` must run after
-it, so it is added later.
+begins. `Restore` must run before that callback, so the trainer is built with `Restore`. `SaveState` must
+run after that callback, so `train` adds it later.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress, live_weig
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
     """Find how far an earlier trainer of the run came. Returns None for a new run, or if `fresh`.
 
-    Raises `StateError` if the run has versions after version 0 but no state, or if its state does not fit.
+    Raises `StateError` if the run has versions after version 0 but no state, or if the state does not fit.
     """
     if fresh or (record := publisher.find_state()) is None:
         return None
@@ -51,10 +51,10 @@ class Restore(TrainerCallback):
 
 
 class SaveState(TrainerCallback):
-    """Saves the trainer's state after the first sync of a run, at the end, and in between when `every` syncs
-    and the publisher's `state_minutes` have both passed.
+    """Saves the trainer's state after the first sync of a run, at the end, and in between once both `every`
+    syncs and the publisher's `state_minutes` have passed since the last saved state.
 
-    A state belongs to a version, so at the end, steps after the last sync are published first.
+    A state belongs to a version, so steps after the last sync are published before the last state is saved.
     """
 
     def __init__(self, publisher: Publisher, trainer: BucketGRPOTrainer, every: int) -> None:
@@ -74,7 +74,7 @@ class SaveState(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.groups.trained(args.gradient_accumulation_steps)
         self._synced, self._in_step = state.global_step % args.weight_sync_steps == 0, False
-        self._syncs += self._synced  # TRL has made a sync after this step
+        self._syncs += self._synced  # if TRL has made a sync after this step
         if self._syncs >= self._every:
             self._save()
 
@@ -93,7 +93,7 @@ class SaveState(TrainerCallback):
 
     @property
     def saved(self) -> bool:
-        """Whether a state of the present weights was saved. Weights of an abandoned step have no version."""
+        """Whether a state of the present weights was copied for the upload. False after an abandoned step."""
         return self._synced and not self._syncs
 
     def _sync(self) -> None:
@@ -103,7 +103,7 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Save the state of the last sync if it is not saved yet; if `final`, even soon after the last."""
+        """Save the state of the last sync, unless it is saved. `final`: even right after another state."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}

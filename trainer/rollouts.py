@@ -1,7 +1,7 @@
 """Collects rollouts from several replicas and records which sync's weights generated each token.
 
-This adapts TRL's rollout worker: it chooses a replica for each game, goes on elsewhere if that replica fails,
-and labels each sample with the syncs that the replicas report.
+This module extends TRL's rollout worker. The worker then chooses a replica for each rollout, changes to
+another replica if the first fails, and labels each sample with the syncs that the replicas report.
 """
 
 import asyncio
@@ -36,18 +36,18 @@ from trainer.spaces import Fleet, SpacesUnavailableError
 from trainer.tasks import Task
 
 MODEL_NAME = "policy"  # the name under which every replica serves its model
-UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync no replica reported
+UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync is not known for sure
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
-_MIN_SYNC = "X-Policy-Min-Sync"  # a replica with older weights refuses the request
-_REST_S = 2.0  # in which a replica that failed gets no request
+_MIN_SYNC = "X-Policy-Min-Sync"  # a replica whose weights are older than this sync refuses the request
+_REST_S = 2.0  # seconds in which a replica that failed gets no request
 _CONNECT_S = 20.0
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
 @dataclass(slots=True, kw_only=True)
 class TracedSample(RolloutSample):
-    """TRL's sample, and the sync whose weights generated each of its tokens: int64 [tokens]."""
+    """TRL's sample, with the sync whose weights generated each token, or `UNKNOWN`: int64 [tokens]."""
 
     token_syncs: TokenSyncs
 
@@ -57,7 +57,7 @@ class Router:
 
     A conversation begins at the replica with the fewest conversations, and stays there, because the earlier
     turns are in the prefix cache of that replica. If the replica fails or is removed, the conversation goes
-    on at another one that answers, if there is one. Nothing is lost, because each request has the whole
+    on at another replica that answers, if any does. Nothing is lost, because each request contains the whole
     conversation.
     """
 
@@ -67,9 +67,9 @@ class Router:
         self._until = defaultdict[str, float](float)  # when a replica that failed may be asked again
 
     def choose(self, now: str, failed: bool = False) -> tuple[str, float]:
-        """The replica for the next request of a conversation, and in how many seconds to send the request.
+        """Return the replica for a conversation's next request, and the seconds to wait before that request.
 
-        `now` is the replica of the last request ("" for the first one), and `failed` whether it failed.
+        `now`: the replica of the last request ("" if there was none). `failed`: whether that request failed.
         """
         clock, urls = time.monotonic(), self._fleet.urls()
         if failed:
@@ -82,7 +82,7 @@ class Router:
         return found, max(0.0, self._until[found] - clock)
 
     def ended(self, url: str) -> None:
-        """The conversation at this replica has ended."""
+        """Note that a conversation at this replica has ended."""
         self._busy[url] -= 1
 
 
@@ -90,29 +90,22 @@ class Conversation:
     """The replica of one conversation, and the syncs whose weights generated its answers."""
 
     def __init__(self) -> None:
-        self.replica = ""  # of the last request
+        self.replica = ""  # the replica that got the last request
         self._oldest: list[int] = []
-        self._spans: list[tuple[int, int, int]] = []
         self._turns: list[TurnRecord] = []  # with syncs in place of log-probabilities
 
-    def add_headers(self, headers: Mapping[str, str], writer_term: int, inherited: int) -> None:
-        """Record the headers of an answer. Call `add_turn` with its tokens next.
-
-        `writer_term` is this trainer's. An earlier trainer's syncs count only up to `inherited`, because both
-        trainers had the same weights up to that sync.
-        """
+    def add_turn(
+        self, prompt_ids: list[int], output_ids: list[int], headers: Mapping[str, str], own: bool, last: int
+    ) -> None:
+        """Record an answer and the syncs that its headers name. If an earlier trainer published them (not
+        `own`), only syncs up to `last` count: up to `last`, both trainers had the same weights."""
         oldest = int(headers.get("x-policy-sync", 0))
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
-        self._spans = [(int(sync), int(start), int(end)) for sync, start, end in _SPAN.findall(first_choice)]
-        if int(headers.get("x-policy-term", -1)) != writer_term:
-            oldest = min(oldest, inherited)
-            self._spans = [span for span in self._spans if span[0] <= inherited]
-        self._oldest.append(oldest)
-
-    def add_turn(self, prompt_ids: list[int], output_ids: list[int]) -> None:
         syncs = np.full(len(output_ids), UNKNOWN)
-        for sync, start, end in self._spans:
-            syncs[start:end] = sync
+        for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):
+            if own or sync <= last:
+                syncs[start:end] = sync
+        self._oldest.append(oldest if own else min(oldest, last))
         self._turns.append(TurnRecord(prompt_ids, output_ids, syncs.tolist()))
 
     def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
@@ -126,8 +119,8 @@ _conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("co
 
 
 class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
-    """TRL's loop in its child process. A sample's `model_version` is the sync of the oldest weights that
-    generated a token of its conversation. TRL would use the trainer's sync when the sample's group began."""
+    """TRL's loop, which runs in a child process. Here a sample's `model_version` is the oldest sync whose
+    weights generated a token of the conversation. In TRL, it is the newest sync when the group begins."""
 
     _env_tools: dict[str, Any]
 
@@ -145,9 +138,9 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         os.nice(nice)
         self._router, self._writer_term, self._max_staleness = Router(fleet), writer_term, max_staleness
         self._prompts, self._later = (progress.prompts, progress.later) if progress else (0, ())
-        self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # rollout id -> rows, until it is scored
+        self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until the rollout is scored
         super().__init__(**kwargs)
-        # TRL would do this in each turn, which takes longer than a request.
+        # Convert tools and template once. TRL would do this in each turn, which takes longer than a request.
         if self.environment_factories is not None:
             self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
         if template := getattr(self.tokenizer, "response_template", None):
@@ -165,7 +158,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
 
     async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
         conversation = Conversation()
-        _conversation.set(conversation)  # each conversation has its own task, and so its own context
+        _conversation.set(conversation)  # each conversation has its own asyncio task, and so its own context
         spaces.connections.set(self.session)
         try:
             rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
@@ -174,11 +167,6 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         if sequences := rollout[2]:
             self._rows[sequences[0].rollout_id] = conversation.rows(self._fork_threshold_tokens)
         return rollout
-
-    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        output_ids, log_probs = await super()._generate_one_turn(prompt_ids)
-        _conversation.get().add_turn(prompt_ids, output_ids)
-        return output_ids, log_probs
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)
@@ -199,10 +187,14 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             await asyncio.sleep(wait_s)
             url = conversation.replica
             try:
-                return await self._request(f"{url}{path}", payload, timeout)
+                answer, headers = await self._request(f"{url}{path}", payload, timeout)
+                own = int(headers.get("x-policy-term", -1)) == self._writer_term
+                output_ids, last = answer["choices"][0]["token_ids"], self._model_version_value.inherited
+                conversation.add_turn(payload["prompt"], output_ids, headers, own, last)
+                return answer
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
-                # Other statuses may come from a replica that is waking up, or whose weights are too old.
+                # The others may come from a replica that is waking up, or whose weights are too old.
                 if 400 <= status < 500 and status not in (408, 425, 429):
                     raise RolloutError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
@@ -210,10 +202,13 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 self._counters["rollout/vllm_retry_total"] += 1
                 failed = True
 
-    async def _request(self, url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
+    async def _request(
+        self, url: str, payload: dict[str, Any], timeout: float
+    ) -> tuple[dict[str, Any], Mapping[str, str]]:
+        """Returns the answer and its headers."""
         # A replica with older weights would only make samples that the trainer drops.
-        newest = self._model_version_value
-        headers = {_MIN_SYNC: str(max(0, newest.value - self._max_staleness)), **spaces.headers(url)}
+        oldest = max(0, self._model_version_value.value - self._max_staleness)
+        headers = {_MIN_SYNC: str(oldest), **spaces.headers(url)}
         limits = aiohttp.ClientTimeout(timeout, sock_connect=_CONNECT_S)
         # No redirects, because they would carry the key to another host.
         options = {"json": payload, "headers": headers, "allow_redirects": False}
@@ -223,13 +218,11 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 no_headers = CIMultiDictProxy(CIMultiDict[str]())  # the error must not contain the key
                 request = response.request_info._replace(headers=no_headers)
                 raise aiohttp.ClientResponseError(request, (), status=response.status, message=reason)
-            answer: dict[str, Any] = await response.json()
-            _conversation.get().add_headers(response.headers, self._writer_term, newest.inherited)
-            return answer
+            return await response.json(), response.headers
 
 
 class Syncs(ctypes.Structure):
-    """Shared with the child process: the trainer's newest sync, and the newest sync that it inherited."""
+    """Shared with the child process: the newest sync, and the newest inherited from an earlier trainer."""
 
     _fields_ = (("value", ctypes.c_int), ("inherited", ctypes.c_int))
 
@@ -243,7 +236,7 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Accept the earlier trainer's syncs up to number `sync`: until then, both had the same weights."""
+        """Accept the earlier trainer's syncs up to `sync`: up to it, both trainers had the same weights."""
         self._model_version_value.inherited = sync
 
 
@@ -256,9 +249,9 @@ def make_worker(
     writer_term: int,
     progress: Progress | None,
 ) -> ReplicaRolloutWorker:
-    """Build TRL's worker from `config`, but for several replicas. It resumes from `progress`."""
+    """Build a rollout worker for several replicas, with TRL's options in `config`; resume `progress`."""
     tokenizer, inflight = AutoTokenizer.from_pretrained(settings.model), config.max_inflight_tasks
-    if inflight < 0:  # TRL's rule: no more samples than it can train on before they are too old
+    if inflight < 0:  # TRL's rule: no more samples than can be trained on before they are too old
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         inflight = max(config.max_staleness, 1) * batch
     same = (  # options with the same name in TRL's worker
@@ -271,7 +264,7 @@ def make_worker(
         writer_term=writer_term,
         max_staleness=config.max_staleness,
         progress=progress,
-        # A trainer on a CPU shares its cores with rollouts. They can wait, but a sync should not.
+        # A trainer on a CPU shares its cores with rollouts. Rollouts can wait, but a sync should not.
         nice=10 if config.use_cpu else 0,
         model_name=MODEL_NAME,
         dataset=task.dataset,

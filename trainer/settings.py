@@ -29,14 +29,14 @@ class Settings:
     env_url: str = _option("URL of the Wordle Space (task 'wordle').", "")
     prompt: str = _option("Prompt of each game (task 'wordle').", WORDLE_PROMPT)
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
-    mirror: Place = field(default="host", metadata={"help": "Memory that holds the bits of the newest sync."})
+    mirror: Place = field(default="host", metadata={"help": "Memory that holds the newest sync's mirror."})
     keep: str = _option("How much of the run the bucket keeps, such as '20GB' or '7d'; default: all.", "")
-    state_every: int = _option("Minimum syncs between two saved states; see also --state_minutes.", 20)
-    state_minutes: float = _option("Minimum minutes between two saved states.", 5.0)
+    state_every: int = _option("Minimum syncs between states, except at the end; see --state_minutes.", 20)
+    state_minutes: float = _option("Minimum minutes between states, except at the end.", 5.0)
     norm_learning_rate: float = _option("Learning rate of norms and biases; 0: same as --learning_rate.", 0.0)
     minutes: float = _option("Stop after this many minutes and publish everything; 0: no limit.", 0.0)
     fresh: bool = _option("Start again from --model instead of resuming the run.", False)
-    exact_old_policy: bool = _option("Compute old log-probabilities with each token's exact weights.", False)
+    exact_old_policy: bool = _option("Old log-probabilities come from the weights that made a token.", False)
 
     def __post_init__(self) -> None:
         smallest = {"minutes": 0, "state_minutes": 0, "norm_learning_rate": 0, "state_every": 1}

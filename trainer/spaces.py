@@ -3,9 +3,9 @@
 A request wakes a sleeping Space, which takes minutes to load its model. If waiting cannot help, for example
 because a URL, a key or a token is wrong, the run ends with a sentence that names the fix.
 
-The environment variable `SPACES` lists the trainer's own Spaces, or files that list them. Only they receive
-`SPACE_KEY` and `SPACE_HF_TOKEN`, so that a mistyped URL receives neither. No secret is part of a URL, an
-option or a log line, and no request follows a redirect.
+The environment variable `SPACES` lists the trainer's own Spaces, or files that list them. Only these Spaces
+receive `SPACE_KEY` and `SPACE_HF_TOKEN`, so that a mistyped URL receives neither. No secret is part of a URL,
+an option or a log line, and no request follows a redirect.
 """
 
 import contextvars
@@ -35,7 +35,7 @@ _READY: dict[Kind, str] = {"replica": "serving", "env": "healthy"}
 _READABLE = "set SPACE_HF_TOKEN to a token that may read it, and add its URL to SPACES"
 
 _SENDABLE = re.compile(r"[!-~]*")
-# Only URLs that all programs parse alike: no user name, no backslash, no host that ends in a dot.
+# Only URLs that all programs parse in the same way: no user name, no backslash, no host that ends in a dot.
 _URL = re.compile(r"(?a)(https?)://([\w.-]*\w|\[[\da-f:]+\])(?::(\d+))?(?:/.*)?", re.IGNORECASE)
 
 
@@ -45,7 +45,7 @@ class SpacesUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The state of a Space; `up`: whether the app itself answered."""
+    """The state of a Space. `up`: whether the app answered, not the Hub."""
 
     state: str
     up: bool = False
@@ -66,10 +66,10 @@ class Fleet:
         self._entries, self._urls = entries, list[str]()
 
     def urls(self) -> list[str]:
-        """The URLs of the replicas. If a file cannot be read, or no URL is left, the URLs of the last call.
+        """The replicas' URLs; those of the last call if a file cannot be read or no URL is left.
 
         Raises:
-            SpacesUnavailableError: For the same reasons, if no call has found a URL yet.
+            SpacesUnavailableError: A file cannot be read or no URL is left, and no earlier call found a URL.
         """
         reason = "it lists no URL"
         try:
@@ -85,7 +85,7 @@ class Fleet:
 
 
 def expand(entries: Iterable[str]) -> list[str]:
-    """The URLs among the entries, and those that files list whose paths are among the entries."""
+    """The URLs among the entries, and the URLs in the files that the other entries name."""
     return " ".join(entry if "://" in entry else Path(entry).read_text() for entry in entries).split()
 
 
@@ -163,7 +163,7 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
 
 
 def read(answer: httpx.Response) -> bytes:
-    """Read the body of a streamed answer; empty if it has more than `MAX_ANSWER` bytes."""
+    """Read the body of a streamed answer; empty if the body has more than `MAX_ANSWER` bytes."""
     body = b""
     for part in answer.iter_bytes(1 << 16):
         body += part
@@ -173,12 +173,12 @@ def read(answer: httpx.Response) -> bytes:
 
 
 def _check_key(url: str, kind: Kind) -> None:
-    """Send a request that needs the key and changes nothing."""
+    """Send a request that needs the key and changes nothing. Raises `SpacesUnavailableError` if refused."""
     method, path = ("POST", "/v1/completions") if kind == "replica" else ("DELETE", f"/sessions/{uuid4()}")
     try:
         status = request(url, method, path, kind, json={}).status_code
     except httpx.TransportError:
-        return  # the next request reports it
+        return  # the next request reports the failure
     if status not in (401, 403):
         return
     if _own_origin(url):
@@ -208,7 +208,7 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
     if status in (401, 403):
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
     # The Hub says that a private Space does not exist if the token may not see it. While a Space starts, the
-    # Hub answers with an HTML page and one of the other statuses.
+    # Hub answers with an HTML page and a status for which the next condition is false.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         fix = f"give the Space's own URL with {_OPTION[kind]}, such as https://<owner>-<name>.hf.space"
@@ -220,9 +220,9 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
 def headers(url: str, kind: Kind = "replica") -> dict[str, str]:
     """The credentials for a request to a replica or an environment.
 
-    All Spaces in `SPACES` receive `SPACE_KEY`. Those on the Hub also receive `SPACE_HF_TOKEN`, which opens
-    private Spaces. None receives `HF_TOKEN`, which can write. An environment that is not in `SPACES` receives
-    `ENV_KEY`, and a replica nothing. Raises `ValueError` for an unusable value.
+    All Spaces in `SPACES` receive `SPACE_KEY`; if they are on the Hub, also `SPACE_HF_TOKEN`, which opens
+    private Spaces. An environment that is not in `SPACES` receives `ENV_KEY`; a replica that is not in it
+    receives nothing. No Space receives `HF_TOKEN`, which can write. Raises `ValueError` for a bad value.
     """
     key = token = ""
     if origin := _own_origin(url):
@@ -238,7 +238,7 @@ def headers(url: str, kind: Kind = "replica") -> dict[str, str]:
 
 
 def _own_origin(url: str) -> tuple[str, str, int] | None:
-    """Scheme, host and port of a server that `SPACES` lists; None for any other."""
+    """Scheme, host and port of `url` if `SPACES` lists a URL with the same three; otherwise None."""
     origin = _origin(url)
     try:
         own = expand(os.environ.get("SPACES", "").split())

@@ -1,8 +1,8 @@
 """Stops training cleanly: when its time is up, on SIGTERM, or on Ctrl-C.
 
 The step in progress is finished first, because weights in the middle of a step belong to no version. Then
-`train` publishes what is pending and saves the state. A step that takes too long is abandoned. If a store
-does not answer and so blocks the process after that, the process ends nevertheless.
+`train` publishes what is pending and saves the state. A step that takes too long is abandoned. The
+process ends even if a store does not answer.
 """
 
 import atexit
@@ -24,9 +24,9 @@ END_S = 28.0  # time from the signal to the end of the process, whatever its thr
 
 
 class Stop(TrainerCallback):
-    """Handles signals and the time limit (0 minutes: none). It must be the last callback.
+    """Handles signals and the time limit (`minutes`; 0: none). Must be the trainer's last callback.
 
-    If the trainer is `alone`, that is, has one process, a signal between two steps raises `KeyboardInterrupt`
+    If the trainer has only one process (`alone`), a signal between two steps raises `KeyboardInterrupt`
     immediately. Otherwise all ranks stop after the same step. A second signal has no effect.
     """
 
@@ -55,7 +55,7 @@ class Stop(TrainerCallback):
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal end the `with` block quietly; after it, interrupt only work that takes too long."""
+        """Let a signal end the block quietly. After the block, interrupt only work that takes too long."""
         try:
             yield
         except KeyboardInterrupt:
@@ -76,12 +76,12 @@ class Stop(TrainerCallback):
             found = shared.tolist()
         self.out_of_time = bool(found[1])
         if found[0]:
-            if not self.signal:  # another rank received it
+            if not self.signal:  # another rank received the signal
                 self._note(found[0])
             signal.setitimer(signal.ITIMER_REAL, self.left_s)
         if any(found):
             control.should_training_stop = True
-        self._in_step = control.should_training_stop  # the last sync follows, and counts as part of the step
+        self._in_step = control.should_training_stop  # the last sync follows, as a part of the step
 
     def _note(self, number: int) -> None:
         self.signal, self._deadline = number, time.monotonic() + LIMIT_S

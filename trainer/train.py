@@ -1,4 +1,4 @@
-"""Asynchronous GRPO whose weights reach its vLLM replicas only through a bucket.
+"""Asynchronous GRPO, in which weights reach the vLLM replicas only through a bucket.
 
     python -m trainer.train --config trainer/configs/wordle_tiny.yaml --bucket hf://buckets/me/wordle \\
         --run first --replicas https://me-vllm.hf.space --env_url https://me-wordle.hf.space
@@ -44,8 +44,8 @@ _HEAD_START_S = 0.05
 def main() -> None:
     """Parse the command line and train. Expected errors print one sentence instead of a traceback."""
     logging.basicConfig(format="%(name)s: %(message)s")
-    # The publisher's thread shares the interpreter with the training. With Python's usual 5 ms, each of its
-    # many short calls could wait that long.
+    # The publisher's thread shares the interpreter with the training. With Python's usual switch interval of
+    # 5 ms, each of that thread's many short calls could wait for 5 ms.
     sys.setswitchinterval(0.0005)
     settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config()
     if config.use_cpu and not (
@@ -63,8 +63,8 @@ def main() -> None:
 
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
-    if config.token_budget is None:  # TRL would ask a replica for it, but none serves before version 0 exists
-        raise SystemExit("--token_budget is missing: set the tokens of a forward pass, or 0 for no limit")
+    if config.token_budget is None:  # TRL would ask a replica, but none serves before version 0
+        raise SystemExit("--token_budget is missing: set the max tokens of a forward pass, or 0 for no limit")
     if not config.use_cpu and (problem := gpu_build.problem()):
         raise SystemExit(f"trainer: {problem}")
     if config.n_gpu > 1:
@@ -114,12 +114,12 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         trainer.add_callback(stop)  # last: it lets signals interrupt, so the other callbacks must be done
 
         with stop.interruptible():
-            # Publish version 0 if the run is new. Otherwise check that it has the same model.
+            # Publish version 0 if the run is new. Otherwise check that the run has the same model.
             publisher.publish_base(trainer.weights(), _FIRST_SYNC)
             with peers.fail_together():
                 spaces.wait()  # until a replica serves a version
             gc.collect()
-            gc.freeze()  # without it, each look for garbage goes through all imports, for a fifth of a second
+            gc.freeze()  # without this, each garbage collection scans all imports, for a fifth of a second
             trainer.begin()  # each sync calls `Publisher.publish`
 
         if stop.signal:
@@ -129,7 +129,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         if log and watch:
             ended: Literal["time", "steps"] = "time" if stop.out_of_time else "steps"
             log.append(DoneEvent(t=time.time(), version=newest.version, digest=digest, stopped_by=ended))
-            watch.wait_for(newest.version)  # until every replica serves the last version
+            watch.wait_for(newest.version)  # until all replicas serve the last version, for at most 2 minutes
             print(f"published version {newest.version}, digest {digest}", flush=True)
 
 
@@ -178,7 +178,7 @@ class PolicyTrainer(BucketGRPOTrainer):
     """Trains norms and biases at `norm_rate`, or if that is 0, at `learning_rate` like all other weights.
 
     Norms are a thousandth of the weights or less, and decide how confident a policy is. More confidence is
-    the first thing that RL teaches. With a separate rate, the norms learn it while few other weights change.
+    the first thing that RL teaches. With their own rate, norms learn this while few other weights change.
     """
 
     norm_rate = 0.0

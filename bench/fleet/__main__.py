@@ -15,9 +15,11 @@ from delta_weight_sync.cost import EGRESS_RATIO, Plan, Question
 from delta_weight_sync.util import size_text, time_text
 
 ACCOUNTS = {"free": Limits(5_000, 1_000), "PRO": Limits(12_000, 2_500), "Team": Limits(20_000, 3_000)}
-NEAR, FAR, FARTHEST = (Region(latency, 1e9, 200e9) for latency in (0.02, 0.1, 0.2))
+LATENCIES = 0.02, 0.1, 0.2
+NEAR, FAR, FARTHEST = (Region(latency, 1e9, 200e9) for latency in LATENCIES)
 BIG = Scenario(235 * 10**9, 0.01, 128, 120, 30, ranks=48, cores=32, regions=(NEAR, FAR))
 HUGE = Scenario(10**12, 0.01, 1000, 60, 10, ranks=64, cores=32, regions=(NEAR, FAR, FARTHEST))
+FAST = tuple(Region(latency, 16e9, 200e9) for latency in LATENCIES)
 STANDARD = {  # name and account -> what is simulated
     ("demo", "free"): Scenario(1_021_568, 0.01, 2, 3, 20, link=1e8, regions=(Region(0.1, 1e8),)),
     ("8B", "PRO"): Scenario(
@@ -25,6 +27,9 @@ STANDARD = {  # name and account -> what is simulated
     ),
     ("235B", "Team"): BIG,
     ("10^12", "Team"): HUGE,
+    ("10^12, links of 16 GB/s", "Team"): replace(
+        HUGE, replicas=32, given_workers=16, minutes=60, link=16e9, regions=FAST
+    ),
 }
 CHANGED = {  # the third scenario with one thing changed, and the fourth with few replicas
     "235B, 128 replicas": BIG,
@@ -101,6 +106,7 @@ def standard(name: str, account: str, one: Figures) -> dict[str, str]:
             steps_per_hour=per_hour,
             cores=asked.cores,
             ranks=asked.ranks,
+            workers=asked.workers,
         )
     )
 

@@ -58,6 +58,8 @@ class Link:
 
     latency: float  # seconds that a request takes in addition to its bytes
     pipe: Pipe
+    core: Pipe | None = None  # a core (a second each second) that the client shares with other clients
+    core_s: float = 0.0  # seconds of this core that a request takes
 
 
 class Hub:
@@ -163,6 +165,8 @@ class SimBucket(store.Bucket):
                 self.hub.clock.sleep(_PAUSES[attempt - 1])
             self.hub.kinds[self.role, name] += 1
             self.hub.clock.sleep(self.link.latency)
+            if self.link.core:
+                self.link.core.send(self.link.core_s)
             if self.hub.down:
                 continue
             left, seconds, allowed = self.hub.answer(quota)

@@ -54,7 +54,9 @@ class Scenario:
     latency: float = 0.1  # from the trainer to the store
     regions: tuple[Region, ...] = (Region(0.1, 1e9),)
     ranks: int = 1  # of the trainer, `cost.PER_MACHINE` on each machine; each has one tensor
+    given_workers: int = 0  # of a replica; 0: as many as its memory needs
     cores: int = 2  # of a rank, and of each worker of a replica
+    core_s: float = 0.0  # of one core that all replicas share, for each of their requests
     limits: Limits = UNLIMITED  # that the Hub enforces
     events: bool = True
     event_s: float = 0.5
@@ -68,7 +70,7 @@ class Scenario:
     @property
     def workers(self) -> int:
         """Of a replica."""
-        return math.ceil(cost.REPLICA_BYTES * self.params / cost.GPU_BYTES)
+        return self.given_workers or math.ceil(cost.REPLICA_BYTES * self.params / cost.GPU_BYTES)
 
     @property
     def machines(self) -> int:
@@ -84,6 +86,15 @@ class Scenario:
     def threads(self) -> int:
         """That encode or decode."""
         return util.threads(self.cores)
+
+    @property
+    def diff_s(self) -> float:
+        """In which a rank compares its shard, and exchanges changes with the others, as in `Plan`."""
+        diff_s, changes = cost.DIFF["fp32"].seconds(self.owned) / self.threads, self.changes(1)
+        if self.ranks == 1:
+            return diff_s
+        between = 6 * changes * (1 - 1 / self.machines) / (self.link * self.machines)
+        return diff_s + cost.SWAP.seconds(0, changes / self.ranks) + between
 
     def changes(self, syncs: float) -> float:
         """Weights that differ after this number of syncs, from the measured merges."""
@@ -169,6 +180,7 @@ class Codec:
         patch = CountedPatch(self._scenario, whole.name, float(path.read_bytes().split()[0]))
         self._sleep(cost.DECODE["fast"].seconds(self._scenario.owned, patch.index.size))
         self.apply(patch, whole)
+        path.unlink()
 
     def map_folder(self, folder: Path, _: str = "r") -> dict[str, CountedBits]:
         """As `checkpoint.map_folder`."""
@@ -214,7 +226,7 @@ class CountedMirror:
         parts = list[Any]()
 
         def found() -> Any:
-            self._sleep(cost.DIFF["fp32"].seconds(self._scenario.owned))
+            self._sleep(self._scenario.diff_s)
             return SimpleNamespace(patches=[CountedPatch(self._scenario, part.name, 1.0) for part in parts])
 
         return SimpleNamespace(add=parts.append, found=found)
@@ -231,7 +243,7 @@ class CountedMirror:
 
 
 class Seat:
-    """In place of `Peers`: what a rank sends to others takes no time."""
+    """In place of `Peers`: what a rank sends to others takes no time here, see `Scenario.diff_s`."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self.rank, self.size, self.main = rank, group.size, rank == 0
@@ -282,10 +294,11 @@ class CountedLayout:
             self._anchor = manifest.anchor
         for ref in manifest.anchor.weights:
             (self._folder / ref.name).touch()
-        sum_s = (rate.seconds(asked.params) for rate in (cost.LOAD, cost.DIGEST, cost.SAVE))
-        sleep(sum(sum_s))
-        for ref in self._reader.recipe(manifest).deltas:
-            self._reader.fetch(ref, self._folder)
+        check_s = cost.DIGEST.seconds(asked.params) / asked.threads
+        sleep(cost.LOAD.seconds(asked.params) + check_s + cost.SAVE.seconds(asked.params))
+        deltas = self._reader.recipe(manifest).deltas
+        self._reader.fetch_all(deltas, self._folder)
+        for ref in deltas:
             decode_s = cost.DECODE["fast"].seconds(asked.owned, ref.changed) / asked.threads
             sleep(decode_s + cost.APPLY.seconds(0, ref.changed))
         return self._folder, {}
@@ -323,11 +336,11 @@ class CountedEngine:
 
     def _took(self, changes: float, *, decoded: bool) -> Times:
         asked, clock = self._fleet.asked, self._fleet.clock
-        place_s = cost.DIGEST.seconds(asked.params) + cost.PLACE.seconds(asked.params, changes)
-        decode_s = cost.DECODE["fast"].seconds(asked.params, changes) if decoded else 0.0
-        stage_s, pause_s = decode_s / asked.threads + place_s / asked.workers, cost.COMMIT.seconds(0, changes)
-        clock.sleep(stage_s + pause_s / asked.workers)
-        return stage_s, pause_s / asked.workers, pause_s / asked.workers, clock.now
+        stage_s, pause_s = cost.taking_s(asked.params, changes, "fast", asked.workers, asked.threads)
+        if not decoded:
+            stage_s = cost.PLACE.seconds(0, changes) / asked.workers / asked.threads
+        clock.sleep(stage_s + pause_s)
+        return stage_s, pause_s, pause_s, clock.now
 
 
 class Replica(follower.Follower):
@@ -335,7 +348,7 @@ class Replica(follower.Follower):
 
     def __init__(self, fleet: Fleet, number: int, folder: Path) -> None:
         region = number % len(fleet.pipes)
-        link = Link(fleet.asked.regions[region].latency, fleet.pipes[region])
+        link = Link(fleet.asked.regions[region].latency, fleet.pipes[region], fleet.core, fleet.asked.core_s)
         bucket = SimBucket(fleet.hub, link, "replica", fleet.asked.events)
         self.fleet, self.sync = fleet, -1
         self.since = fleet.clock.now  # when it was started, and later when it first served
@@ -375,6 +388,7 @@ class Fleet:
             for module, names in self.simulated().items():
                 stack.enter_context(mock.patch.multiple(module, **names))
             self.pipes = [Pipe(self.clock, region.store, region.link) for region in self.asked.regions]
+            self.core = Pipe(self.clock, 1.0) if self.asked.core_s else None
             self._folder = Path(folder)
             self.clock.spawn(self._train, "trainer")
             self.clock.run()

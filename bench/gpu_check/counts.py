@@ -4,6 +4,7 @@ import torch
 
 from bench.gpu_check.model import Replica
 from bench.gpu_check.report import Row, Rows
+from bench.model import find
 from delta_weight_sync.gpu import used
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 
@@ -35,7 +36,7 @@ def _counts(tensors: int, device: torch.device) -> dict[str, tuple[int, int]]:
         Part(name, tensor, Block.whole(tensor.shape), lasting=True)
         for name, tensor in replica.tensors.items()
     ]
-    mirror.keep(mirror.find(parts))  # the first sync makes the table
+    mirror.keep(find(mirror, parts))  # the first sync makes the table
     seen = {}
 
     def note(part: str) -> None:
@@ -43,7 +44,7 @@ def _counts(tensors: int, device: torch.device) -> dict[str, tuple[int, int]]:
         used.clear()
 
     used.clear()
-    mirror.keep(mirror.find(parts))
+    mirror.keep(find(mirror, parts))
     note("diff")
     replica.memory.digest()
     write, _ = replica.memory.prepare(replica.changes())

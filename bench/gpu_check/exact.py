@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu_check.model import Replica
 from bench.gpu_check.report import Row, Rows
-from bench.model import memory_of
+from bench.model import find, memory_of
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 from delta_weight_sync.vllm.memory import Changes
@@ -62,7 +62,7 @@ def _handed_over(device: torch.device, dtype: torch.dtype) -> bool:
     tensors = [bits.view(torch.bfloat16).to(device, dtype) for bits in (old, new)]
     mirror = Mirror("device")
     mirror.add("w", tensors[0])
-    found = mirror.find([Part("w", tensors[1], Block.whole(tensors[1].shape), lasting=True)])
+    found = find(mirror, [Part("w", tensors[1], Block.whole(tensors[1].shape), lasting=True)])
     mirror.keep(found)
     (patch,) = found.patches
     right = patch.index.size == np.count_nonzero(finite != np.roll(finite, 1))

@@ -16,6 +16,7 @@ import torch
 from bench.gpu_check import predict
 from bench.gpu_check.model import Replica
 from bench.gpu_check.report import Row, Rows, gb_s, ms
+from bench.model import find
 from delta_weight_sync import util
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 from delta_weight_sync.vllm.memory import Step
@@ -107,8 +108,8 @@ def _diff(replica: Replica, place: Literal["host", "device"], device: torch.devi
     def change() -> None:
         replica.flat[7::100] += 1
 
-    mirror.keep(mirror.find(parts))
-    whole = _wall_s(lambda: mirror.keep(mirror.find(parts)), before=change)
+    mirror.keep(find(mirror, parts))
+    whole = _wall_s(lambda: mirror.keep(find(mirror, parts)), before=change)
     change()
     diff = mirror._on(device)
     (tiles,) = diff._tables.values()

@@ -37,7 +37,7 @@ class Axis:
     log: bool = False
 
     def places(self, values: Iterable[float]) -> list[float]:
-        """Map values to 0 at `low` and 1 at `high`; values outside are clipped."""
+        """Map `low` to 0, `high` to 1 and the values between them; values outside are clipped."""
         found, low, high = np.array([*values], np.float64), self.low, self.high
         if self.log:
             found, low, high = np.log10(np.maximum(found, low)), math.log10(low), math.log10(high)
@@ -87,7 +87,7 @@ class Chart:
 
 
 def linear(values: Iterable[float], words: Words, *, zero: bool = False, whole: bool = False) -> Axis:
-    """Return an axis with round ticks. With `zero` it starts at 0; with `whole` the ticks are integers."""
+    """Return an axis with round ticks. `zero`: the axis starts at 0. `whole`: the ticks are integers."""
     low, high = _range(values, zero)
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
@@ -110,7 +110,7 @@ def logarithmic(values: Iterable[float], words: Words) -> Axis:
 
 
 def ago(first: float, now: float) -> Axis:
-    """Return a time axis that ends `now`, with ticks on round spans before it."""
+    """Return a time axis that ends at `now`, with ticks at round spans before `now`."""
     first = min(first, now - 1)
     years = _SPANS[-1] * math.ceil((now - first) / (4 * _SPANS[-1]))
     step = next((step for step in _SPANS if 4 * step >= now - first), years)
@@ -175,7 +175,7 @@ def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
 
 
 def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:
-    """Split a sync into parts. Those of the replica end with `slow`, the commit with the largest lag."""
+    """Split a sync into parts. The replica's parts end with `slow`, the commit with the largest lag."""
     spans = [("diff", 0.0, sync.diff_s), ("publish", sync.diff_s, max(sync.diff_s, sync.publish_s))]
     if slow is None:
         return spans

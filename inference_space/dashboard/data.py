@@ -1,4 +1,4 @@
-"""Reads for the dashboard, once for all viewers: what the live page shows, and what one of them opens.
+"""Reads the bucket once for all viewers: for the dashboard's live page, and for what viewers open.
 
 `RunCache` follows the run in one thread. `Library` answers from caches. `RateLimitedBucket` limits what
 visitors make the dashboard read, because replicas and the trainer need the owner's quota.
@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -22,27 +22,27 @@ from delta_weight_sync.runlog import SEGMENT, ReplicaEvent, RunLogReader
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import size_text, time_text
-from inference_space.dashboard.state import Digests, Progress, RunState, Stage
+from inference_space.dashboard.state import Progress, RunState, Start
 from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
 from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # seconds between two readings while there are viewers
 IDLE_S = 60.0  # seconds between two readings without viewers
-LIST_EVERY_S = 5.0  # a listing is reused for this many seconds, times its number of pages (of 1,000 objects)
+LIST_EVERY_S = 5.0  # seconds for which a listing is reused, for each 1,000 objects that it has
 FAILED_S = 300.0  # seconds until a damaged object is read again: it may have been repaired
-MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
-MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
+MAX_REBUILD = 1_000_000_000  # max bytes of files from which a dashboard rebuilds a version for a proof
+MAX_DOWNLOAD = 256_000_000  # max bytes of an object that a visitor may download through the dashboard
 WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's own
-CALLS = 240  # per window, each of up to three requests; the Hub allows a free user 1,000, and 5,000 for files
-BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
+CALLS = 240  # in a window; each makes up to 3 requests. The Hub allows a free user 1,000, and 5,000 for files
+BYTES = 2_000_000_000  # in a window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10
 _DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica still serves
 _MANIFESTS, _PROOFS = 256, 4096  # answers kept in memory
-_TENSORS = 200_000  # most tensors in all opened deltas in memory together; each takes about 300 bytes
+_TENSORS = 200_000  # max tensors in all opened deltas in memory together; each takes about 300 bytes
 _DISK = 1_000_000_000  # bytes of objects kept for further downloads
 
-Pause = Callable[[float, threading.Event | None], object]  # waits that long, or until something happens
+Pause = Callable[[float, threading.Event | None], object]  # waits these seconds, or until the event is set
 Status = Callable[[], ReplicaEvent]
 Clock = Callable[[], float]
 
@@ -56,20 +56,20 @@ class RunView:
     revision: int = 0
     model: str | None = None
     read: bool = False  # the bucket was read at least once
-    events_read: int = 0  # of the log so far, during its first reading
+    events_read: int = 0  # during the first reading of the log: the events read so far
     problem: str | None = None  # why the bucket could not be read just now
     skipped: int = 0  # lines of the log that are not events
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
-    start: tuple[Stage, ...] = ()  # what happens before the first step
-    waited: str = ""  # time since the last of these stages was done, or since the dashboard started
+    start: Start | None = None  # what happens before the first step
+    waited: str = ""  # time since the newest entry of `start`, or since the dashboard started
 
 
 class RunCache:
     """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
-    If `run` is None, it is the newest when the cache first finds any, until its run.json is gone. The page
-    shows what `own_status` returns, the status of the replica that hosts this dashboard, not the log's.
+    If `run` is None, the cache takes the newest run that it finds, and keeps that run until run.json is gone.
+    For the replica that hosts the dashboard, the page shows the status from `own_status`, not from the log.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RunCache:
         self._info: RunInfo | None = None
         self._infos = AnswerCache[ObjectInfo, RunInfo | None](lambda info: read_info(bucket, info.key), 1)
         self._log: RunLogReader | None = None
-        self._state = RunState()
+        self.state = RunState()
         self._opened = time.time()
         self._shown: object = None  # what the shown progress was computed from
         self._lookups: tuple[object, int] = (None, 0)  # which digests were looked up last, and how often
@@ -96,10 +96,6 @@ class RunCache:
         """Return the newest view, and keep it fresh."""
         self._asked.set()
         return self._view
-
-    def at(self, version: int, digests: Digests) -> Progress:
-        """Return the run as it was at an earlier moment; see `RunState.at`."""
-        return self._state.at(version, digests)
 
     def _loop(self) -> None:
         while True:
@@ -113,7 +109,7 @@ class RunCache:
         own, problem = None, None
         try:
             if self._own_status:
-                # Without its time, which would make every refresh look like a change.
+                # Without the status's time, which would make every refresh look like a change.
                 own = self._own_status().model_copy(update={"t": 0.0})
             self._read(own)
         except errors.DeltaWeightSyncError as error:
@@ -121,12 +117,12 @@ class RunCache:
         except Exception as error:  # noqa: BLE001 - the thread must survive, and viewers must see the reason
             problem = f"The bucket could not be read: {type(error).__name__}: {error}"
         was, info, progress = self._view, self._info, self._view.progress
-        basis = (self._state, self._state.events, dict(self._state.digests), own)
+        basis = (self.state, self.state.events, dict(self.state.digests), own)
         if basis != self._shown:
-            self._shown, progress = basis, self._state.progress(own)
+            self._shown, progress = basis, self.state.progress(own)
         over = progress is None or progress.done
-        start = () if progress and progress.done else self._state.start(own)
-        since = max((stage.done_t for stage in start if stage.done_t), default=self._opened)
+        start = None if progress and progress.done else self.state.start(own)
+        since = max((t for t in (start[:3] if start else ()) if t), default=self._opened)
         now = replace(
             was,
             run=info.run if info else self._run,
@@ -146,19 +142,19 @@ class RunCache:
     def _read(self, own: ReplicaEvent | None) -> None:
         info = self._find()
         if info != self._info:
-            self._info, self._state = info, RunState()
+            self._info, self.state = info, RunState()
             self._log = RunLogReader(self._bucket, info.run) if info else None
         if info is None or self._log is None:
             return
         for event in self._log.poll():  # one by one: events that came before a failure are shown
-            self._state.add([event])
-            if not self._view.read and self._state.events % SEGMENT == 0:
-                view, read = self._view, self._state.events
+            self.state.add([event])
+            if not self._view.read and self.state.events % SEGMENT == 0:
+                view, read = self._view, self.state.events
                 self._view = replace(view, run=info.run, events_read=read, revision=view.revision + 1)
         self._learn_digests(RunReader(self._bucket, info.run), own)
 
     def _find(self) -> RunInfo | None:
-        """Return the description of the run to show; it is read again only if it changed."""
+        """Return the description of the run to show; read it again only if its object changed."""
         name = self._run or (self._info.run if self._info else None)
         found = self._bucket.stat(Keys(name).info) if name else None
         known = self._infos(found) if found else None
@@ -166,12 +162,12 @@ class RunCache:
 
     def _learn_digests(self, run: RunReader, own: ReplicaEvent | None) -> None:
         """Look up the published digests of the versions that replicas serve."""
-        known, served = self._state.digests, self._state.served(own)
-        self._state.digests = digests = {version: known[version] for version in served & known.keys()}
+        known, served = self.state.digests, self.state.served(own)
+        self.state.digests = digests = {version: known[version] for version in served & known.keys()}
         wanted = served - digests.keys()
-        asked = (wanted, self._state.version)
+        asked = (wanted, self.state.seen.version)
         self._lookups = asked, self._lookups[1] + 1 if asked == self._lookups[0] else 1
-        if not wanted or self._lookups[1] > _DIGEST_TRIES:  # a replica may name a version that never was
+        if not wanted or self._lookups[1] > _DIGEST_TRIES:  # a replica may name a version that never existed
             return
         for manifest in islice(run.versions(), _DIGESTS_BACK):
             if manifest.version in wanted:
@@ -192,7 +188,7 @@ def newest_run(bucket: Bucket) -> RunInfo | None:
 
 
 def read_info(bucket: Bucket, key: str) -> RunInfo | None:
-    """Read a run's description, None if it is missing. Raises `ProtocolError` if it is damaged."""
+    """Read a run's description. Returns None if it is missing; raises `ProtocolError` if it is damaged."""
     try:
         info = parse(RunInfo, bucket.get(key), key)
     except errors.ObjectMissingError:
@@ -206,37 +202,34 @@ Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
 
+@dataclass(eq=False)
 class AnswerCache(Generic[Question, Answer]):
     """Computes each answer once, one at a time, and keeps the most recently used answers.
 
-    The sizes of the kept answers, by `weigh`, sum to at most `room`; the newest answer is always kept. A
+    The kept answers' sizes, which `weigh` returns, sum to at most `room`; the newest answer is always kept. A
     `ProtocolError` or `CodecError` is kept, too, and raised again for `FAILED_S` seconds without a new try.
     """
 
-    def __init__(
-        self,
-        work: Callable[[Question], Answer],
-        room: int,
-        weigh: Callable[[Answer], int] = lambda _: 1,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._work, self._room, self._weigh, self._clock = work, room, weigh, clock
-        # Answer, weight, and time at which it expires.
-        self._kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = OrderedDict()
-        self._lock = threading.Lock()
+    work: Callable[[Question], Answer]
+    room: int
+    weigh: Callable[[Answer], int] = lambda _: 1
+    clock: Clock = time.monotonic
+    # By question: answer or error, its weight, and the time at which the question is answered again.
+    _kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, question: Question) -> Answer:
         with self._lock:
-            if question not in self._kept or self._kept[question][2] < self._clock():
+            if question not in self._kept or self._kept[question][2] < self.clock():
                 try:
-                    found = self._work(question)
-                    self._kept[question] = found, self._weigh(found), math.inf
+                    found = self.work(question)
+                    self._kept[question] = found, self.weigh(found), math.inf
                 except (errors.ProtocolError, errors.CodecError) as error:
-                    until = self._clock() + FAILED_S
-                    self._kept[question] = error.with_traceback(None), self._room / 1024, until
+                    until = self.clock() + FAILED_S
+                    self._kept[question] = error.with_traceback(None), self.room / 1024, until
             self._kept.move_to_end(question)
             answer, *_ = self._kept[question]
-            while len(self._kept) > 1 and sum(weight for _, weight, _ in self._kept.values()) > self._room:
+            while len(self._kept) > 1 and sum(weight for _, weight, _ in self._kept.values()) > self.room:
                 self._kept.popitem(last=False)
             if isinstance(answer, Exception):
                 raise answer.with_traceback(None)
@@ -253,7 +246,7 @@ class Download:
 
 
 class Library:
-    """Reads parts of a run on demand, and caches them. `run` returns its name, None before there is a run."""
+    """Reads parts of a run on demand, and caches them. `run` returns the run's name, None without a run."""
 
     def __init__(self, bucket: Bucket, run: Callable[[], str | None], clock: Clock = time.monotonic) -> None:
         self.bucket, self._run, self._clock = bucket, run, clock
@@ -276,7 +269,7 @@ class Library:
         return name
 
     def objects(self) -> Listing:
-        """The run's objects, listed again after `LIST_EVERY_S` seconds per page, if the limit allows it."""
+        """The run's objects, listed again if the last listing is too old and the rate limit allows it."""
         with self._lock:
             at, run, listing = self._listed
             if run == self.run and self._clock() - at <= LIST_EVERY_S * (1 + len(listing) // _PAGE):
@@ -293,8 +286,8 @@ class Library:
         return manifest, self._deltas(manifest)
 
     def verify(self, version: int) -> str:
-        """Rebuild a version from the bucket, and return a sentence that its digest is the published one.
-        Raises `ProtocolError` or `CodecError` if it is not, or if the model is too large."""
+        """Rebuild a version from the bucket, and return a sentence that confirms its digest.
+        Raises `ProtocolError` or `CodecError` if the digest differs, or if the model is too large."""
         return self._proofs(self._manifest(version))
 
     def digests(self, versions: set[int]) -> dict[int, str]:
@@ -328,7 +321,7 @@ class Library:
 
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()
-        if way.size > MAX_REBUILD:  # the size of its files, because a manifest can claim any `full_bytes`
+        if way.size > MAX_REBUILD:  # the sum of the files, because a manifest can claim any `full_bytes`
             raise errors.ProtocolError(
                 "this model is too large to be rebuilt here:"
                 f" run delta-weight-sync verify {self.bucket.url}#{self.run}"
@@ -366,6 +359,8 @@ class RateLimitedBucket:
             raise errors.ProtocolError(f"{key} is too large for this page: fetch it from {self.url}")
         self._spend(limit)
         return self._bucket.fetch(key, dest, limit)
+
+    fetch_together = Bucket.fetch_together  # does nothing: `fetch` charges each object
 
     def stat(self, key: str) -> ObjectInfo | None:
         self._spend()

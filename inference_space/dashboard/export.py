@@ -29,13 +29,13 @@ from inference_space.dashboard.state import Progress, RunState, moments
 
 WEB = Path(__file__).parents[2] / "web"
 _PAGES = 8  # pages of the view Bucket that are exported
-MAX_COPY = 100_000_000  # bytes of a run that are exported for the replica in a browser
+MAX_COPY = 100_000_000  # bytes; a larger run is not copied for the replica in a browser
 
 
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     """Write `run`, or the run created last, to `folder`, and return the path of the page.
 
-    Its folder `watch` holds the replica for browsers. Unless the bucket is public on the Hub, `watch` also
+    The subfolder `watch` holds the replica for browsers. Unless the bucket is public on the Hub, `watch` also
     holds a copy of the run's weights. There is no `watch` without `web/` or if the copy exceeds `MAX_COPY`.
 
     Raises `ProtocolError` if the run has no version.
@@ -60,7 +60,7 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
 
 
 def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
-    """Write the page of `web/`, and the run if browsers cannot read the bucket. False: it is too large."""
+    """Write the page of `web/`, and the run if browsers cannot read it. Returns False if it is too large."""
     shutil.rmtree(folder, ignore_errors=True)
     keys, place, copied = Keys(run), bucket.url, []
     if not _is_public(bucket.url):
@@ -75,7 +75,7 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
     unneeded = shutil.ignore_patterns("run", "test", "node_modules", "package*.json", "tsconfig.json")
     shutil.copytree(WEB, folder, ignore=unneeded)
     for one in copied:
-        with suppress(ObjectMissingError):  # a live run may delete it in the meantime
+        with suppress(ObjectMissingError):  # a live run may delete the object meanwhile
             bucket.fetch(one.key, folder / "run" / one.key, MAX_COPY)
     if copied:  # the browser reads this list, because many file servers do not list folders
         (folder / "run" / "keys.json").write_text(json.dumps([one.key for one in copied]))
@@ -126,7 +126,7 @@ def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[
 
 
 def _delta(library: Library, version: int) -> tuple[Manifest, views.OpenedDelta] | None:
-    """Open a delta. Returns None if the bucket no longer has all of it."""
+    """Open a delta. Returns None if the delta is damaged, or no longer complete in the bucket."""
     try:
         return library.delta(version)
     except (ObjectMissingError, ProtocolError, CodecError) as error:

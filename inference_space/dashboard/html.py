@@ -1,6 +1,6 @@
 """Formats values for people, renders the templates, and reads the page's scripts and style sheets.
 
-Templates escape every value, so that it cannot become a tag; only `Markup` is inserted as it is.
+Templates escape every value, so that no value can become a tag; only `Markup` is inserted unchanged.
 """
 
 import re
@@ -16,7 +16,7 @@ from delta_weight_sync.util import count_text, size_text, time_text
 
 STATIC = Path(__file__).parent / "static"
 _STYLES = ("style.css", "explain.css", "shell.css")
-# Each script needs those before it.
+# Each script needs the scripts before it.
 _SCRIPTS = "formulas stage ship rounding landing sync explain controls shell hover".split()  # noqa: SIM905
 _COLOURS = 6  # different colours of replicas
 _GUESS = re.compile(r"(?:([a-z])\d([+?-]))+")

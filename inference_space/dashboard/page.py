@@ -1,7 +1,7 @@
-"""The dashboard as part of a FastAPI app: its page, and the routes of its views.
+"""The dashboard as part of a FastAPI app: its page, the owner's tab, and the routes of the other tabs.
 
 Gradio's page is empty until its scripts have run. So `prerendered` inserts styles, scripts and the rendered
-run into it; `static/prerender.js` removes that copy of the run when Gradio shows its own.
+run into that page; `static/prerender.js` removes the inserted run when Gradio shows its own copy.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import asyncio
 import base64
 import gzip
 import hashlib
+import hmac
+import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,27 +23,117 @@ import gradio as gr
 import httpx
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
+from gradio.utils import get_space
 from markupsafe import Markup
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.errors import BucketError, DeltaWeightSyncError
 from delta_weight_sync.store import Bucket
 from inference_space.dashboard import data, views
 from inference_space.dashboard.charts import charts, timeline
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
-from inference_space.dashboard.owner import Owner, owner_tab, space_author
 from inference_space.dashboard.state import FRAMES, Progress, moments
 from space_guard.requests import FRAMING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the dashboard also runs without a replica
     from delta_weight_sync.vllm.follower import Commands as Controls
 
-# Gradio writes the request's host name into its page. `prerendered` asks under this name, and replaces it by
-# `location.origin`.
+# Gradio writes the request's host name into its page. `prerendered` requests the page under this name,
+# and replaces the name by `location.origin`.
 _NAME = "dashboard.invalid"
-_SESSIONS = 512  # open pages whose revision is remembered; for a forgotten one, the run is sent again
+_SESSIONS = 512  # open pages whose revision is remembered; to a forgotten page, the run is sent again
+
+# Set by the Hub in a Space whose README says `hf_oauth: true`; Gradio reads all four.
+_LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
+_REFUSED = (
+    "Only the owner may do this: enter the replica's key (its setting REPLICA_KEY), or log in as the owner."
+)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The clients that may use the controls: those with the key, and the Hugging Face account `name`."""
+
+    key: str = ""
+    name: str = ""
+
+    def allows(self, key: str, login: str) -> bool:
+        """Whether the key or the login is the owner's. An empty key or login does not count."""
+        pairs = (key, self.key), (login, self.name)
+        return any(own and hmac.compare_digest(given.encode(), own.encode()) for given, own in pairs)
+
+
+def space_author() -> str:
+    """Return the Space's author if visitors can log in here, else an empty string."""
+    return "" if login_problem() else os.environ.get("SPACE_AUTHOR_NAME", "")
+
+
+def login_problem() -> str:
+    """Return why visitors cannot log in here, and the fix; empty if they can. Outside of a Space, Gradio
+    would log every visitor in as this machine's account."""
+    if not os.environ.get("SPACE_ID"):
+        return "Login with Hugging Face works only in a Space."
+    if get_space() is None:  # Gradio's own condition
+        return "To log in with Hugging Face, set SYSTEM=spaces in the Space's Dockerfile."
+    if not all(os.environ.get(name) for name in _LOGIN_SETTINGS):
+        return "To log in with Hugging Face, set hf_oauth: true at the top of the Space's README.md."
+    return ""
+
+
+def owner_tab(controls: Controls, owner: Owner) -> None:
+    """Add the components of the owner's tab to the Blocks that are being built."""
+
+    def pin(version: str) -> None:
+        if not version.strip().isdecimal():
+            raise ValueError("Enter the version to pin: a whole number, 0 or larger.")
+        controls.pin(int(version))
+
+    gr.HTML("<h1>This replica</h1>", apply_default_css=False)
+    state = gr.HTML(lambda: describe(controls), elem_id="dws-owner-state", apply_default_css=False)
+    if owner.name:
+        gr.LoginButton(size="md", icon=None)
+    else:
+        gr.HTML(Markup('<p class="mute">{}</p>').format(login_problem()), apply_default_css=False)
+    key = gr.Textbox(label="Key", type="password", visible=bool(owner.key), elem_id="dws-key")
+    with gr.Row():
+        acts = {
+            gr.Button("Pause following"): lambda _: controls.pause(),
+            gr.Button("Follow the newest"): lambda _: controls.resume(),
+            gr.Button("Heal"): lambda _: controls.heal(),
+        }
+    with gr.Row():
+        version = gr.Textbox(label="Version")  # a gr.Number would log a traceback for text
+        acts[gr.Button("Pin this version")] = pin
+    answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
+    gr.HTML(render_template("actions.html"), apply_default_css=False)
+    for button, act in acts.items():
+        run = guarded(controls, owner, act)
+        button.click(run, [key, version], [state, answer], show_progress="hidden")
+
+
+def describe(controls: Controls) -> Markup:
+    return render_template("following.html", controls=controls)
+
+
+def guarded(
+    controls: Controls, owner: Owner, act: Callable[[str], None]
+) -> Callable[[str | None, str | None, gr.OAuthProfile | None], tuple[str, str]]:
+    """Make a handler that calls `act` for the owner only. The handler returns the state and any refusal."""
+
+    # Gradio fills in the profile from its signed session; a visitor cannot send a profile.
+    def run(key: str | None, version: str | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
+        refused = ""
+        try:
+            if not owner.allows(key or "", profile.username if profile else ""):
+                raise ValueError(_REFUSED)
+            act(version or "")
+        except (ValueError, BucketError) as error:
+            refused = Markup('<p class="alert" role="alert">{}</p>').format(error)
+        return describe(controls), refused
+
+    return run
 
 
 def build(view: Callable[[], data.RunView], controls: Controls | None, owner: Owner) -> gr.Blocks:
@@ -69,7 +162,7 @@ def build(view: Callable[[], data.RunView], controls: Controls | None, owner: Ow
         gr.on(events, tick, seen, [page, seen], show_progress="hidden")
     for event in blocks.fns.values():
         event.queue = False  # each call is short, and a queue would be one more route to guard
-        event.api_visibility = "private"  # otherwise the page documents it as an API, with the server's name
+        event.api_visibility = "private"  # otherwise the page documents an API, with the server's name
     return blocks
 
 
@@ -88,13 +181,13 @@ def render(view: data.RunView) -> Markup:
 
 
 def body(run: Progress, view: data.RunView | None = None) -> Markup:
-    """Render a run: its figures and curves or, with the `view` of a run that starts, how far it is."""
+    """Render a run's figures, with its curves, or with its start if `view` is given (no step yet)."""
     (syncs, axis), drawn = timeline(run), charts(run)
     return render_template("run.html", run=run, charts=drawn, syncs=syncs, axis=axis, view=view)
 
 
 def first_paint(view: data.RunView, *, owner: bool) -> Markup:
-    """Render what a browser shows before Gradio's scripts have run. It leaves room for the slider."""
+    """Render what a browser shows before Gradio's scripts have run, with room for the slider."""
     return render_template("prerender.html", page=render(view), owner=owner, run=view.progress)
 
 
@@ -131,7 +224,7 @@ def prerendered(app: ASGIApp, view: Callable[[], data.RunView], *, owner: bool) 
 
 
 def insert(page: str, painted: str) -> str:
-    """Insert styles, scripts and a first paint into Gradio's page. Raises `ValueError` for another page."""
+    """Insert styles, scripts and a first paint into Gradio's page. An unknown page raises `ValueError`."""
     head, closed, rest = page.partition("</head>")
     before, opened, after = rest.partition("<gradio-app")
     if not (closed and opened) or _NAME in page:
@@ -166,8 +259,8 @@ def mount(
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
-    Mount it after the app's own routes: it answers every other path. `app.state.dashboard_events` maps the
-    number of each Gradio event handler to its number of inputs; the public port checks calls by it.
+    Mount the dashboard after the app's own routes: it answers every other path. `app.state.dashboard_events`
+    maps the number of each Gradio event handler to its number of inputs; the gate checks calls against these.
 
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.
@@ -210,7 +303,7 @@ def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None
 
     @routes.get("/frame")
     def frame(version: int) -> str:
-        return past(cache.at(version, library.digests))
+        return past(cache.state.at(version, library.digests))
 
     @routes.get("/inside")
     def inside(version: int) -> str:
@@ -236,7 +329,7 @@ def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None
     @routes.get("/object")
     def download(key: str) -> FileResponse:
         found = library.download(key)
-        # `found` deletes its file when it is freed; the task keeps it until the file is sent.
+        # `found` deletes its file when it is freed; the task keeps `found` until the file is sent.
         return FileResponse(found.path, filename=found.path.name, background=BackgroundTask(id, found))
 
     def sentence(_: Request, fault: Exception) -> PlainTextResponse:

@@ -1,4 +1,4 @@
-"""The state of a run, updated event by event, and its `Progress`: what a page shows of one moment.
+"""The state of a run, updated event by event, and its `Progress`: what a page shows of the run at one moment.
 
 Neither the cost of an event nor the size of a `Progress` grows with the run.
 """
@@ -7,25 +7,24 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
-from delta_weight_sync.util import size_text
 
-POINTS = 300  # of a curve: more than a screen shows
+POINTS = 300  # points of a curve, more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
 _MEAN = 20  # steps in the first and in the last mean reward; fewer in a short run, so that no step is in both
-_UNSETTLED = 64  # versions whose slowest commit is known: a replica may commit a version late
-_ROWS = 12  # of the table of syncs
+_UNSETTLED = 64  # versions whose slowest commit is kept, because a replica may commit a version late
+_ROWS = 12  # rows of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
 _STEPS = 256  # changes of a replica's version in that chart
-_REPLICAS = 128  # shown; if there are more, the replica that was silent longest is dropped
+_REPLICAS = 128  # replicas shown; of more, the replica that was silent longest is dropped
 _MEDIANS = 1 << 16  # a median of at most this many values is exact
-# The curves of a run. Their points are (version, value), from "reward" on (step, value).
+# The curves of a run. The points are (version, value) up to "saved", and (step, value) after that.
 _CURVES = (
     "deltas",  # bytes
     "anchors",  # bytes
@@ -37,7 +36,7 @@ _CURVES = (
     "invalid",  # share of the guesses
     "staleness",  # syncs between a sample's weights and the trainer's
 )
-_PEAKS = {"anchors", "pauses", "staleness"}  # merged points keep their maximum; in other curves, the mean
+_PEAKS = {"anchors", "pauses", "staleness"}  # merged points become their maximum; in other curves, their mean
 _METRICS = {
     "games/solve_rate": "solved",
     "games/invalid_rate": "invalid",
@@ -54,8 +53,8 @@ class Replica:
     """One replica. Do not trust the texts in its status: they come from outside."""
 
     status: ReplicaEvent
-    lag_s: float | None = None  # of its last commit: from the trainer's hand-over
-    versions: Series = ()  # (unix seconds, version): each change; in a `Progress`, within the staircase
+    lag_s: float | None = None  # of its last commit that was no join: seconds from the trainer's hand-over
+    versions: Series = ()  # (unix seconds, version) of each change; in a `Progress`, of those in the chart
     lags: Series = ()  # (version, seconds); only in a `Progress`
 
     def report(self, status: ReplicaEvent, t: float) -> "Replica":
@@ -66,55 +65,59 @@ class Replica:
         return replace(self, status=status, versions=(*self.versions, change)[-_STEPS:])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Progress:
-    """Everything a page shows of a run with at least one version."""
+    """Everything a page shows of a run with at least one version. `RunState` fills it in, event by event."""
 
-    version: int
-    last_t: float  # unix seconds of the last event
-    done: DoneEvent | None
-    digests: Mapping[int, str | None]  # of versions that replicas and the trainer report, as published
-    full_bytes: int
-    payload_bytes: float | None  # median delta
-    sent_bytes: int  # all uploads after version 0
-    sent_full_bytes: int  # what the same syncs would have sent as whole checkpoints
-    anchor_every: float | None  # median versions between the last anchors; None before the second
-    pause_ms: float | None  # median
-    worst_pause_ms: float | None
-    lag_s: float | None  # median
-    step_s: float | None  # median time between two versions
-    replicas: tuple[Replica, ...]
-    syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...]  # newest first, with the slowest commit
-    trainer: Series  # (unix seconds, version), the window of the staircase
-    curves: dict[str, Series]  # by the names in `_CURVES`
-    group: StepEvent | None  # the newest step whose rollouts were recorded
-    reward_steps: int  # how many steps each of the next two means covers
-    reward_first: float | None  # mean of the first steps
-    reward_lately: float | None  # mean of the last steps
+    version: int = -1  # -1 before the first version
+    last_t: float = 0.0  # unix seconds of the last event
+    done: DoneEvent | None = None
+    full_bytes: int = 0
+    sent_bytes: int = 0  # all uploads after version 0
+    sent_full_bytes: int = 0  # what the same syncs would have sent as whole checkpoints
+    group: StepEvent | None = None  # the newest step whose rollouts were recorded
+    # The next fields are computed when a page needs them.
+    digests: Mapping[int, str | None] = field(default_factory=dict)  # published digests of reported versions
+    payload_bytes: float | None = None  # median of the deltas
+    anchor_every: float | None = None  # median versions between the last anchors; None before the second
+    pause_ms: float | None = None  # median
+    worst_pause_ms: float | None = None
+    lag_s: float | None = None  # median
+    step_s: float | None = None  # median time between two versions
+    replicas: tuple[Replica, ...] = ()
+    syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...] = ()  # newest first, each with its slowest commit
+    trainer: Series = ()  # (unix seconds, version), in the chart of versions over time
+    curves: dict[str, Series] = field(default_factory=dict)  # by the names in `_CURVES`
+    reward_steps: int = 0  # how many steps each of the next two means covers
+    reward_first: float | None = None  # mean of the first steps
+    reward_lately: float | None = None  # mean of the last steps
 
     def behind(self, replica: ReplicaEvent) -> int | None:
-        """Return how many versions a replica is behind; None if it serves none."""
+        """Return how many versions a replica is behind; None if it serves no version."""
         return None if replica.version is None else self.version - replica.version
 
     def matches(self, report: ReplicaEvent | DoneEvent) -> bool | None:
-        """Compare a digest with the published one; None if either is not known."""
+        """Compare a digest with the published one; None if one of the two is not known."""
         digest = None if report.version is None else self.digests.get(report.version)
         return None if digest is None or report.digest is None else digest == report.digest
 
 
-class Stage(NamedTuple):
-    """One part of a run's start. Do not trust the texts of replicas."""
+class Start(NamedTuple):
+    """How far a run has come before its first step. Times are unix seconds; None: not yet."""
 
-    name: str
-    note: str
-    done_t: float | None  # unix seconds; None: not done
+    published_t: float | None  # version 0
+    served_t: float | None
+    played_t: float | None  # the first games
+    replicas: tuple[ReplicaEvent, ...]  # do not trust their texts
+    full_bytes: int
+    taken: float | None  # samples that the trainer has taken
 
 
 class Curve:
-    """A curve of at most `POINTS` points and the newest one, however many are added.
+    """A curve of at most `POINTS` points and the newest one, however many points are added.
 
-    When the curve is full, neighbouring points are merged in pairs: a drawn point is the mean of the
-    points that it stands for. With `peaks`, it is their maximum, so that spikes stay visible.
+    When the curve is full, neighbouring points are merged in pairs: a drawn point is then the mean
+    of several points. With `peaks`, its y is their maximum, so that spikes stay visible.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
@@ -147,18 +150,14 @@ class RunState:
 
     def __init__(self) -> None:
         self.digests: dict[int, str | None] = {}  # published digests; the reader of the bucket fills them in
-        self.version: int | None = None
         self.events = 0  # number of events added so far
-        self._last_t = 0.0
-        self._done: DoneEvent | None = None
+        self.seen = Progress()
         self._recent: deque[SyncEvent] = deque(maxlen=_ROWS)
-        self._sent = self._sent_full = 0
         self._trainer: deque[Point] = deque(maxlen=_WINDOW)
         self._anchored: deque[int] = deque(maxlen=_ROWS)
         self._curves = {name: Curve(peaks=name in _PEAKS) for name in _CURVES}
         self._first: list[float] = []  # the first rewards
-        self._lately: deque[float] = deque(maxlen=2 * _MEAN)  # the newest ones
-        self._group: StepEvent | None = None
+        self._lately: deque[float] = deque(maxlen=2 * _MEAN)  # the newest rewards
         self._played: float | None = None  # when the first games were played
         self._slowest: dict[int, CommitEvent] = {}  # by version: the commit with the largest lag
         self._replicas: dict[str, Replica] = {}  # by name, silent longest first
@@ -169,10 +168,10 @@ class RunState:
     def add(self, events: Iterable[Event]) -> None:
         """Add events, oldest first."""
         for event in events:
-            if isinstance(event, SyncEvent) and self.version is not None:
-                self._keep_frame(self.version, event.version)
+            if isinstance(event, SyncEvent) and self._recent:
+                self._keep_frame(self.seen.version, event.version)
             self.events += 1
-            self._last_t = max(self._last_t, event.t)
+            self.seen.last_t = max(self.seen.last_t, event.t)
             match event:
                 case SyncEvent():
                     self._sync(event)
@@ -183,31 +182,26 @@ class RunState:
                 case CommitEvent():
                     self._commit(event)
                 case DoneEvent():
-                    self._done = event
+                    self.seen.done = event
 
     def served(self, own: ReplicaEvent | None = None) -> set[int]:
         """Return the versions whose published digests are needed; `own` is as for `progress`."""
-        reports = [own, self._done, *(replica.status for replica in self._replicas.values())]
+        reports = [own, self.seen.done, *(replica.status for replica in self._replicas.values())]
         return {report.version for report in reports if report and report.version is not None}
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
         """Return what the page shows, None before the first version. `own` is the status of the replica that
-        hosts the page: it replaces the one in the log."""
-        if self.version is None:
+        hosts the page: it replaces the status in the log."""
+        if not self._recent:
             return None
         replicas = dict(self._replicas)
         if own:
-            replicas[own.replica] = replicas.get(own.replica, Replica(own)).report(own, self._last_t)
+            replicas[own.replica] = replicas.get(own.replica, Replica(own)).report(own, self.seen.last_t)
         steps = max(1, len(self._lately) // 2)
-        return Progress(
-            version=self.version,
-            last_t=self._last_t,
-            done=self._done,
+        return replace(
+            self.seen,
             digests=dict(self.digests),
-            full_bytes=self._recent[-1].full_bytes,
             payload_bytes=_median(self._sizes),
-            sent_bytes=self._sent,
-            sent_full_bytes=self._sent_full,
             anchor_every=_median([b - a for a, b in pairwise(self._anchored)]),
             pause_ms=_median(self._all_pauses),
             worst_pause_ms=self._all_pauses[-1] if self._all_pauses else None,
@@ -217,36 +211,27 @@ class RunState:
             syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
             trainer=tuple(self._trainer),
             curves={name: curve.points() for name, curve in self._curves.items()},
-            group=self._group,
             reward_steps=steps,
             reward_first=fmean(self._first[:steps]) if self._first else None,
             reward_lately=fmean(list(self._lately)[-steps:]) if self._lately else None,
         )
 
-    def start(self, own: ReplicaEvent | None = None) -> tuple[Stage, ...]:
-        """Return the parts of the run's start, in their order; none after its first step."""
-        if self.version or self._lately:
-            return ()
-        base, games, step = "waiting for a trainer to publish it", "", ""
+    def start(self, own: ReplicaEvent | None = None) -> Start | None:
+        """Return how far a run that starts has come; None after its first step."""
+        if self.seen.version > 0 or self._lately:
+            return None
         known = {name: replica.status for name, replica in self._replicas.items()}
         known |= {own.replica: own} if own else {}
-        absent = [status for status in known.values() if status.version is None]
-        replica = "; ".join(f"{one.replica}: {one.error or one.state}" for one in absent[:3])
         changes = (change for replica in self._replicas.values() for change in replica.versions)
-        served = [t for t, version in changes if not math.isnan(version)]
-        if self.version is not None:
-            base = f"published, {size_text(self._recent[-1].full_bytes)}"
-        if serving := len(known) - len(absent):
-            replica, served = f"{serving} of {len(known)} serving", served or [self._last_t]
-            games = "being played; each finished group is shown below"
-        if self._played is not None and self._group:
-            games = f"{self._group.metrics.get('sample/taken', 0):.0f} taken by the trainer, the newest below"
-            step = "needs a full batch of games"
-        return (
-            Stage("Version 0", base, self._trainer[0][0] if self._trainer else None),
-            Stage("Replica", replica or "none has reported yet", min(served) if serving else None),
-            Stage("First games", games, self._played),
-            Stage("First step", step, None),
+        served = [t for t, version in changes if not math.isnan(version)] or [self.seen.last_t]
+        serving = any(status.version is not None for status in known.values())
+        return Start(
+            published_t=self._trainer[0][0] if self._trainer else None,
+            served_t=min(served) if serving else None,
+            played_t=self._played,
+            replicas=tuple(known.values()),
+            full_bytes=self.seen.full_bytes,
+            taken=self.seen.group.metrics.get("sample/taken", 0.0) if self.seen.group else None,
         )
 
     def at(self, version: int, digests: Digests) -> Progress:
@@ -271,16 +256,17 @@ class RunState:
             self._frames = {at: frame for at, frame in self._frames.items() if at % step == 0}
 
     def _sync(self, event: SyncEvent) -> None:
-        self.version, self._done = event.version, None
+        seen = self.seen
+        seen.version, seen.full_bytes, seen.done = event.version, event.full_bytes, None
         self._recent.append(event)
         self._trainer.append((event.t, event.version))
         if event.version == 0 or event.anchor_bytes:
             self._anchored.append(event.version)
             self._curves["anchors"].add(event.version, event.anchor_bytes or event.payload_bytes)
         if event.version:
-            self._sent += event.sent_bytes or event.payload_bytes + event.anchor_bytes
-            self._sent_full += event.full_bytes
-            self._curves["saved"].add(event.version, max(0, self._sent_full - self._sent))
+            seen.sent_bytes += event.sent_bytes or event.payload_bytes + event.anchor_bytes
+            seen.sent_full_bytes += event.full_bytes
+            self._curves["saved"].add(event.version, max(0, seen.sent_full_bytes - seen.sent_bytes))
             self._curves["deltas"].add(event.version, event.payload_bytes)
             self._curves["changed"].add(event.version, event.changed / max(1, event.total))
             _insert(self._sizes, event.payload_bytes)
@@ -294,12 +280,12 @@ class RunState:
         for metric in _METRICS.keys() & event.metrics.keys():
             self._curves[_METRICS[metric]].add(event.step, event.metrics[metric])
         if event.rollouts:
-            self._group = event
+            self.seen.group = event
             if not event.step and self._played is None:
                 self._played = event.t
 
     def _replica(self, event: ReplicaEvent | CommitEvent) -> Replica:
-        """Return what is known of the replica of an event, which is now the one heard last."""
+        """Return what is known of an event's replica, and note that this replica was heard last."""
         name = event.replica
         silent = ReplicaEvent(t=event.t, replica=name, state="serving", version=None, digest=None)
         self._replicas[name] = replica = self._replicas.pop(name, None) or Replica(silent)
@@ -314,7 +300,7 @@ class RunState:
         committed = {"version": event.version, "digest": event.digest}
         replica = replica.report(replica.status.model_copy(update=committed), event.t)
         self._replicas[event.replica] = replica
-        if event.joined:  # its times include the start of vLLM
+        if event.joined:  # the times of a join include the start of vLLM
             return
         self._replicas[event.replica] = replace(replica, lag_s=event.lag_s)
         self._lags.setdefault(event.replica, Curve(peaks=True)).add(event.version, event.lag_s)
@@ -341,7 +327,7 @@ def moments(newest: int) -> list[int]:
 
 
 def _stride(newest: int) -> int:
-    """The versions between two moments. It only ever doubles, so no version becomes a moment later."""
+    """The distance of two moments, in versions. As it only doubles, no moment is added between others."""
     return 1 << math.ceil(math.log2(max(1, newest / (FRAMES - 1))))
 
 
@@ -350,7 +336,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _insert(ordered: list[float], value: float) -> None:
-    """Insert `value` in order. If there are too many, drop every second one, but not the largest."""
+    """Insert `value` in order. If there are too many values, drop every second, but not the largest."""
     insort(ordered, value)
     if len(ordered) > _MEDIANS:
         del ordered[-2::-2]

@@ -1,4 +1,4 @@
-"""The views next to the run: Inside a delta, Bucket and Explain."""
+"""The dashboard's tabs Inside a delta, Bucket and Explain."""
 
 import math
 import random
@@ -20,18 +20,18 @@ from delta_weight_sync.util import size_text
 from inference_space.dashboard.html import render_template
 from inference_space.dashboard.state import Progress
 
-FAR = 5  # units of the last place (ULPs); larger moves are counted as this
-# Anyone may send a delta, and the model's size is unknown here.
-MAX_TABLE = 4 << 20  # bytes of a header that is read: some 50,000 tensors
-MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
-MAX_NUMBERS = 1 << 23  # numbers that a decoded delta may have, at 14 bytes each
+FAR = 5  # units of the last place (ULPs); larger moves count as `FAR`
+# Limits, because the bucket may be hostile and the model's size is unknown here.
+MAX_TABLE = 4 << 20  # limit in bytes of the header of a delta's part, enough for some 50,000 tensors
+MAX_DECODE = 64 << 20  # bytes; a larger part of a delta is not decoded for a picture
+MAX_NUMBERS = 1 << 23  # limit of the numbers in a decoded part, at 14 bytes each
 PAGE = 25  # objects of each kind on a page of the view Bucket
 _STAND_ALONE = {"gaps", "mask", "dense"}  # modes that decode without the old weights
-_MAX_CELLS, _MAX_REST = 20_000, 200  # sent to a browser: cells of the heat map; tensors outside of the map
+_MAX_CELLS, _MAX_REST = 20_000, 200  # limits: cells of the heat map, tensors outside of the map
 MAX_TENSORS = 2000  # tensors of an opened delta that the page lists
 _MAX_KINDS = 16  # folders of a run that are listed separately; the rest is listed together
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,6})\.(.+)")
-_KINDS = ("", "anchors", "deltas", "jumps", "manifests", "log", "heads", "state")  # folders, in this order
+_KINDS = ("", "anchors", "deltas", "jumps", "manifests", "log", "heads", "state")  # in the page's order
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OpenedDelta:
 
 
 def open_delta(paths: Iterable[Path]) -> OpenedDelta:
-    """Read a delta, or its parts. How far weights moved is decoded if all are small and need no old weights.
+    """Read a delta from its parts. Decode the distances if all parts are small and need no old weights.
 
     Raises `CodecError` if a file is not a delta, or lists too many tensors.
     """
@@ -66,7 +66,7 @@ def open_delta(paths: Iterable[Path]) -> OpenedDelta:
         rows = [row._replace(group=len(modes) + row.group) for row in delta.tensors]
         tensors += rows
         modes += [group.mode for group in delta.groups]
-        # Decoding keeps all changes in memory; in modes other than `gaps`, all elements.
+        # Decoding takes memory for all changes or, in modes other than `gaps`, for all elements.
         numbers = sum(row.changes if modes[row.group] == "gaps" else row.numel for row in rows)
         if path.stat().st_size > MAX_DECODE or numbers > MAX_NUMBERS:
             why = "This delta is too large to be decoded for a picture."
@@ -87,7 +87,7 @@ class Cell(NamedTuple):
 
 
 def tensor_map(tensors: Iterable[TensorRow]) -> dict[tuple[str, int | None], Cell]:
-    """Add up changes by kind of tensor and layer, None for tensors outside the layers."""
+    """Add up changes by kind of tensor and layer. The layer is None for tensors outside the layers."""
     cells: dict[tuple[str, int | None], Cell] = {}
     for tensor in tensors:
         name = tensor.name.removesuffix(".weight")
@@ -130,7 +130,7 @@ def can_download(name: str) -> bool:
 def listing(objects: Listing, run: str, page: int, openable: Collection[int] | None = None) -> Markup:
     """Render page `page`, counted from 0, of the run's objects by kind, newest first.
 
-    `openable` are the versions whose deltas can be opened; None: a server opens all, and offers downloads.
+    `openable` are the versions whose deltas can be opened; None (on the live page): all, with download links.
     """
     folder = f"runs/{run}/"
     kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
@@ -145,7 +145,7 @@ def listing(objects: Listing, run: str, page: int, openable: Collection[int] | N
         return {
             "key": info.key,
             "size": info.size,
-            "parts": re.findall(r".*?(?:/|\.t\d+)|.+", name),  # the name may be broken between them
+            "parts": re.findall(r".*?(?:/|\.t\d+)|.+", name),  # a line may break between parts
             "delta": int(delta[1]) if delta and can_open else None,
             "download": openable is None and can_download(name),
         }
@@ -174,17 +174,17 @@ class Facts:
     stage_s: float
     pause_s: float  # generation waits for this
     poll_s: float
-    anchor_every: int  # versions
+    anchor_every: int  # versions from one anchor to the next
 
 
-# Qwen3-0.6B with 1.01 % of its weights changed per sync; the encoding `fast` takes 1.21 bytes per change.
-EXAMPLE = Facts("Qwen3-0.6B", 1.192e9, 7.29e6, 0.0101, 596_049_920, 8.0, 0.25, 0.3, 0.2, 0.02, POLL_S, 50)
+# Qwen3-0.6B with 0.99 % of its weights changed per sync; the encoding `fast` takes 1.25 bytes per change.
+EXAMPLE = Facts("Qwen3-0.6B", 1.192e9, 7.36e6, 0.0099, 596_049_920, 8.0, 0.25, 0.3, 0.2, 0.02, POLL_S, 50)
 LINK = 100e6  # bytes per second, for a model like the example
 _GRID = 24, 14  # columns and rows of weights
 
 
 def facts_of(run: Progress | None, model: str | None) -> Facts | None:
-    """Return what `run` measured; None before it has a delta and a commit."""
+    """Return what `run` measured; None before the run has a delta and a commit."""
     if run is None or not run.payload_bytes or run.pause_ms is None or run.step_s is None:
         return None
     syncs = [(sync, slow) for sync, slow in run.syncs if sync.version]
@@ -208,7 +208,7 @@ def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
     """Return the numbers behind the animations, for JSON."""
     measured = facts_of(run, model)
     facts = [asdict(found) for found in (measured, EXAMPLE) if found]
-    for found in facts:  # a small model gets a small link
+    for found in facts:  # a smaller model gets a slower link
         found["link"] = min(LINK, LINK * found["full_bytes"] / EXAMPLE.full_bytes)
     chance, cells = random.Random(7), range(_GRID[0] * _GRID[1])
     grid = {

@@ -5,8 +5,8 @@
     DIR/00000040/                the version before, for readers that still use it; removed by the next update
     DIR/.building/               the version that is being built
 
-A reader never sees a half-written version. Usually, a version is a copy of the one before with the
-changes written into it. So an update downloads only the deltas, and copies the checkpoint once on the disk.
+A reader never sees a half-written version. An update usually copies the version before on the disk, and
+writes the changes into the copy. So an update usually downloads only deltas.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from delta_weight_sync.reader import RunReader, apply_delta, open_run, remove_ot
 from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.watch import Watcher
 
-RECORD: Final = "delta_weight_sync.json"  # the manifest, next to the weights: which version a folder holds
-_WAIT_S: Final = 1.0  # seconds: the longest wait before checking whether to stop
+RECORD: Final = "delta_weight_sync.json"  # the manifest in a version's folder: says which version that is
+_WAIT_S: Final = 1.0  # max seconds between two checks whether to stop
 _log = logging.getLogger(__name__)
 
 
@@ -39,8 +39,8 @@ class FollowedVersion:
     """A version that `follow` wrote.
 
     Attributes:
-        manifest: Its manifest.
-        path: Its own folder, an ordinary Hugging Face checkpoint. The update after the next one removes it.
+        manifest: The version's manifest.
+        path: The version's folder, an ordinary Hugging Face checkpoint. Removed by the update after the next.
     """
 
     manifest: Manifest
@@ -48,7 +48,7 @@ class FollowedVersion:
 
     @property
     def version(self) -> int:
-        """Its number."""
+        """The version's number."""
         return self.manifest.version
 
     @property
@@ -80,7 +80,7 @@ class FollowedVersions(
         return version
 
     def close(self) -> None:
-        """Stop and release the folder. Any thread may call this; it waits for a download in progress."""
+        """Stop and release the folder, after any download in progress has ended. Thread-safe."""
         self._stopped.set()
         with self._next_lock:
             self._versions.close()
@@ -109,8 +109,8 @@ def follow(
     is there. While you use a version, newer ones are not fetched; the next iteration yields the newest.
 
     A version that cannot be built is retried at growing intervals; if the folder holds no version yet, an
-    older one is built meanwhile. The folder is locked until the iteration ends: leave the loop, or call
-    `close` if you hold the iterator in a variable.
+    older version is built meanwhile. The folder stays locked until the iteration ends. To end it, leave the
+    loop, or call `close` if you hold the iterator in a variable.
 
     Args:
         run: URL of the run, as for `open_run`, or an open run.
@@ -120,14 +120,14 @@ def follow(
         version: Yield this version only, then end.
         once: Yield the newest version only, then end.
         on_error: Called with each error after which `follow` tries again, and with an error that names
-            damaged records; not with the same message twice in a row. By default they are logged.
+            damaged records; not with the same message twice in a row. By default, errors are logged.
 
     Returns:
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
 
     Raises:
-        FolderError: Another process follows into this folder, or it holds other files. Like all errors
-            but a wrong argument, it is raised by the first iteration.
+        ConfigError: `public_key` is set although `run` is open. Only the iteration raises other errors:
+        FolderError: Another process follows into this folder, or the folder holds other files.
         DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
     """
     if isinstance(run, RunReader) and public_key is not None:
@@ -138,7 +138,7 @@ def follow(
         reader = run if isinstance(run, RunReader) else open_run(run, public_key=public_key)
         with (
             CheckpointFolder(reader, Path(into)) as folder,
-            closing(Watcher(reader, poll_s, folder.held)) as watcher,  # refuses older versions
+            closing(Watcher(reader, poll_s, folder.held)) as watcher,  # refuses versions older than `held`
         ):
             if version is None and not once:
                 yield from updates(reader, folder, watcher)
@@ -150,22 +150,20 @@ def follow(
     def updates(
         reader: RunReader, folder: CheckpointFolder, watcher: Watcher
     ) -> Generator[FollowedVersion, None, None]:
-        """Yield each newer version; one may be yielded twice, but none older than what the folder held."""
+        """Yield each newer version, perhaps one of them twice, but none older than the folder's version."""
         error: Exception | None = None
         built: list[FollowedVersion] = []
         last_complaint = ""
 
-        def build_or_fall_back(manifest: Manifest) -> None:
-            try:
-                built.append(FollowedVersion(manifest, folder.update(manifest)))
-            except (errors.ProtocolError, errors.ObjectMissingError):
-                if folder.held is None and (older := reader.readable(manifest)) and older != manifest:
-                    build_or_fall_back(older)
-                raise
+        def update(manifest: Manifest) -> None:
+            built.append(FollowedVersion(manifest, folder.update(manifest)))
+
+        def try_update(manifest: Manifest) -> None:
+            update(manifest) if folder.held else reader.try_older(manifest, update)
 
         while not stopped.is_set():
             try:
-                if watcher.check(build_or_fall_back):
+                if watcher.check(try_update):
                     error = watcher.problem()
             except (errors.DeltaWeightSyncError, OSError) as caught:
                 error = caught
@@ -184,18 +182,17 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
     """Write a version to `into` and verify its digest.
 
     If the deltas from `held` take fewer bytes than the anchor, copy `held` and write the changes into the
-    copy. Otherwise start from the anchor, and use those of its files that a failed try completed.
+    copy. Otherwise start from the anchor; keep the anchor's files that a failed try completed.
     """
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
         reader.checkout(manifest, into)
-        require_digest(map_folder(into), manifest)
 
 
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
-    """Build from the held version. Return False if the anchor is needed: it takes fewer bytes, files besides
-    the weights differ, or deltas from the held version are missing or do not give the published digest (the
-    run was restarted, or another program changed the held version)."""
+    """Build from the held version. Return False if the anchor is needed: the anchor takes fewer bytes, a file
+    other than the weights differs, deltas from the held version are missing, or the result has another digest
+    (because the run was started over, or another program changed the held version)."""
     recipe, both = reader.recipe(manifest, held.version), (held.manifest.anchor, manifest.anchor)
     old, new = ({f.name: f not in a.weights and f.sha256 for f in a.files} for a in both)
     if recipe.anchor or not recipe.deltas or old != new:
@@ -207,7 +204,6 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
     try:
         for path in paths:
             apply_delta(state, path)
-            path.unlink()
         require_digest(state, manifest)
     except (errors.CodecError, errors.ProtocolError):
         return False
@@ -215,12 +211,12 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
 
 
 class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
-    """A folder at one version of a run, created if it does not exist. Use it in `with`: no other process can
-    open it meanwhile. Raises `FolderError` if another process has it open, or if it holds other files.
+    """A folder that holds one version of a run, created if missing. Use this in `with`, which locks the
+    folder. Raises `FolderError` if another process has locked the folder, or the folder holds other files.
 
     Attributes:
-        folder: Its absolute path.
-        held: The verified version behind `current`, or None.
+        folder: The folder's absolute path.
+        held: The manifest of the verified version behind `current`, or None.
     """
 
     def __init__(self, reader: RunReader, folder: Path) -> None:
@@ -233,13 +229,13 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
             raise errors.FolderError(f"{self._current} is not a link that `follow` made: name another folder")
         self._lock = (folder / ".lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, however it ends
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlocked when this process ends
         except BlockingIOError:
             self._lock.close()
             raise errors.FolderError(
                 f"another process is following into {folder}: stop that process, or choose another folder"
             ) from None
-        shutil.rmtree(self._building, ignore_errors=True)  # a killed process left it
+        shutil.rmtree(self._building, ignore_errors=True)  # a killed process may have left this folder
         self.held = self._verified()
 
     def __exit__(self, *_: object) -> None:
@@ -264,7 +260,7 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         return self._current.resolve()
 
     def _verified(self) -> Manifest | None:
-        """The version that `current` leads to, or None if its files are not exactly what was published."""
+        """Return the manifest of the version behind `current`; None unless all files are as published."""
         try:
             manifest = parse(Manifest, (self._current / RECORD).read_bytes(), RECORD)
             if not all(ref.is_in(self._current / ref.name) for ref in manifest.anchor.small):

@@ -1,6 +1,6 @@
 """Reads Hugging Face checkpoints as bf16 bits, `{name: uint16 array}`, and writes bits as checkpoints.
 
-Only live tensors need torch, which takes seconds to import; files do not.
+Only casts import torch, which takes seconds; mapping a file's bf16 bits does not need torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from delta_weight_sync.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS = "model.safetensors"  # of a checkpoint in one file
-INDEX = f"{WEIGHTS}.index.json"  # beside several files
+WEIGHTS = "model.safetensors"  # the weights of a checkpoint, if they are in one file
+INDEX = f"{WEIGHTS}.index.json"  # says which file has which tensor, if the weights are in several files
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
-_CHUNK = 1 << 18  # elements cast at a time; the scratch space stays in the cache
 _HEAD = "lm_head.weight"
-_SAME = 0.01  # a policy keeps at least this share of a tensor's elements; unrelated models share fewer
+_SAME = 0.01  # min share of a tensor's elements that are equal in policy and base; other models have less
 _SHARDS = "model*.safetensors"
 # What a server reads besides the weights: config, tokenizer, chat template, processors.
 _FILES = (
@@ -40,11 +39,21 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 def to_bits(tensor: torch.Tensor) -> Bits:
-    """Cast `tensor` to bf16 and copy it: uint16 bits of the same shape, C-contiguous, on the host."""
+    """Return a copy of `tensor` as bf16 bits: uint16, of the same shape, C-contiguous, on the host.
+
+    Host tensors that are not bf16 are rounded by `codec.nearest`: torch's NaN bits depend on the machine.
+    """
     import torch
 
-    cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
-    return cast.view(torch.uint16).numpy()
+    from delta_weight_sync.codec import nearest  # imported here, because numba takes seconds to load
+
+    if tensor.is_cuda or tensor.dtype == torch.bfloat16:
+        cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
+        return cast.view(torch.uint16).numpy()
+    words = tensor.detach().float().contiguous().numpy().view(np.uint32)
+    bits = np.empty(tensor.shape, np.uint16)
+    nearest(words.reshape(-1), bits.reshape(-1))
+    return bits
 
 
 def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
@@ -63,39 +72,23 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]:
-    """Yield (name, bf16 bits) of tensors of a `.safetensors` file, each in its shape.
+    """Yield (name, bf16 bits) of the tensors `names` of a `.safetensors` file, in their shapes.
 
-    Raises `CheckpointError` for a dtype that numpy does not have, for example in a quantized checkpoint.
+    Raises `CheckpointError` for floats of 8 bits or fewer, as in a quantized checkpoint.
     """
-    bf16 = map_bits(path)
-    with safe_open(path, framework="numpy") as file:
+    with safe_open(path, framework="pt") as file:
         for name in names:
-            try:
-                yield name, bf16[name].copy() if name in bf16 else to_nearest(file.get_tensor(name))
-            except (TypeError, AttributeError) as error:
-                raise CheckpointError(f"{name} in {path.name} cannot be cast to bfloat16: {error}") from error
-
-
-def to_nearest(values: NDArray[Any]) -> Bits:
-    """Round `values` to bf16 as torch does (to nearest, ties to even); returns uint16 bits of the same shape.
-
-    Every NaN becomes 0x7fc0. (torch's result for a NaN depends on the machine: 0x7fc0 or 0xffff.)
-    """
-    flat = values.reshape(-1)
-    bits = np.empty(flat.size, np.uint16)
-    for start in range(0, flat.size, _CHUNK):
-        with np.errstate(over="ignore", invalid="ignore"):
-            part = flat[start : start + _CHUNK].astype(np.float32)
-        word = part.view(np.uint32)
-        rounded = (word + (0x7FFF + (word >> 16 & 1))) >> 16
-        bits[start : start + part.size] = np.where(np.isnan(part), 0x7FC0, rounded)
-    return bits.reshape(values.shape)
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and tensor.element_size() == 1:
+                kind = f"its {tensor.dtype} needs scales; name a checkpoint that is not quantized"
+                raise CheckpointError(f"{name} in {path.name} cannot be cast to bfloat16: {kind}")
+            yield name, to_bits(tensor)
 
 
 def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
     """Map the bf16 tensors of a `.safetensors` file into memory, as uint16 arrays.
 
-    In mode "r+", writing to an array changes the file. Raises `SafetensorError` for any other kind of file.
+    In mode "r+", writing to an array changes the file. Raises `SafetensorError` for other kinds of files.
     """
     with safe_open(path, framework="numpy"):  # checks that every tensor lies inside the file
         pages = np.memmap(path, np.uint8, mode).view(np.ndarray)
@@ -135,7 +128,7 @@ def write_bits(shapes: Shapes, bits: Callable[[str], Bits], path: Path) -> None:
 
 
 class Base:
-    """The checkpoint that a run starts from: a folder, or a model on the Hub. Its weights may be missing."""
+    """The checkpoint that a run starts from: a folder, or a model on the Hub. Weights may be missing."""
 
     def __init__(self, source: str | Path) -> None:
         """Find the checkpoint; raises `CheckpointError`."""
@@ -169,15 +162,15 @@ class Base:
         (folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def untrained(self, trained: Shapes, bits: Callable[[str], Bits]) -> Iterator[tuple[str, Bits]]:
-        """The checkpoint's tensors that the trainer does not publish itself.
+        """Yield (name, bits) of the checkpoint's tensors that the trainer does not publish itself.
 
         Args:
             trained: Shapes of the tensors that the trainer publishes.
-            bits: Returns the bits of one of these tensors.
+            bits: Returns the bits of one of these tensors, by name.
 
         Raises:
-            CheckpointError: The policy was not loaded from this checkpoint. Names that it lacks are accepted
-                if their tensors have, in total, as many elements as its own tensors that were not published.
+            CheckpointError: The policy was not loaded from this checkpoint. Tensors whose names differ are
+                accepted if policy and checkpoint have equally many elements in such tensors.
         """
         shapes = {path: shapes_in(path) for path in sorted(self.folder.glob(_SHARDS))}
         stored = {name: shape for inside in shapes.values() for name, shape in inside.items()}

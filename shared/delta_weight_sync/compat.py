@@ -1,10 +1,10 @@
 """What this library needs of vLLM and TRL, and whether the installed releases have it.
 
-The library uses and patches code of both that is not a public interface. `compat.toml` lists these places.
-This module looks for each in the installed sources, without importing them. A release that was tested with
-this library starts silently. Any other release that has all places starts with a warning. A missing place
-switches off its feature, or is an error if the feature is needed. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings
-into errors.
+The library uses and patches code of vLLM and TRL that is not a public interface. `compat.toml` lists these
+places. This module looks for each place in the installed sources, without importing them. A release with all
+places causes a warning only if it was not tested with this library. If a place is missing, its feature is
+switched off; if the feature is needed, this is an error. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings into
+errors.
 """
 
 import ast
@@ -35,7 +35,7 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature and the places it needs. It is optional if `without` says what happens without it."""
+    """A feature and the places that it needs. If it is optional, `without` says what happens without it."""
 
     what: str
     places: list[Place]
@@ -49,10 +49,10 @@ class Feature:
 class Release:
     """An installed release of vLLM or TRL, and what was found in it."""
 
-    package: str  # name of its distribution
+    package: str  # name of the installed distribution
     version: str  # "" if it is not installed
     run: list[str]  # releases that were tested with this library, oldest first
-    features: dict[str, Feature] = field(default_factory=dict)  # those that this build needs
+    features: dict[str, Feature] = field(default_factory=dict)  # by name; only those that apply to this build
 
     @property
     def known(self) -> bool:
@@ -64,7 +64,7 @@ class Release:
         return not self.features[feature].missing
 
     def cure(self, since: str = "") -> str:
-        """The command to install a tested release, `since` or later: the next newer one, or the newest."""
+        """Command to install a tested release >= `since`: the first one newer than this, else the newest."""
         works = [release for release in self.run if _number(release) >= _number(since)]
         newer = (release for release in works if _number(release) > _number(self.version))
         return f"pip install '{self.package}=={next(newer, works[-1])}.*'"
@@ -73,7 +73,7 @@ class Release:
         """Errors and warnings about this release. The optional features in `needed` count as required."""
         fatal, warnings = list[str](), list[str]()
         if not self.version:
-            fatal.append(f"{self.package} is not installed; pip install 'delta-weight-sync[{self.package}]'")
+            fatal.append(f"{self.package} is not installed; pip install '.[{self.package}]' in the checkout")
         elif not self.known:
             warnings.append(f"{self.package} {self.version} was not tested with this library; {self.cure()}")
         for name, feature in self.features.items():
@@ -91,8 +91,8 @@ class Release:
 
 @functools.cache
 def examine(package: str, site: Path | None = None) -> Release:
-    """Look for all places in the installed release of `package`, "vllm" or "trl", or in the one that is in
-    folder `site`, such as an unpacked wheel. If there is none, the version of the result is ""."""
+    """Look for all places in the installed release of `package` ("vllm" or "trl"), or in the release in
+    folder `site`, such as an unpacked wheel. If there is no release, the version of the result is ""."""
     needs = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())[package]
     spec = importlib.util.find_spec(package)
     folder = site / package if site else Path(spec.origin or "").parent if spec else Path()
@@ -110,15 +110,15 @@ def examine(package: str, site: Path | None = None) -> Release:
 
 
 def require(package: str, *needed: str) -> Release:
-    """The installed release of `package`. Logs a warning if it is untested or lacks an optional feature.
+    """The installed release of `package`. The main process logs the warnings of `problems`.
 
-    Raises `CompatibilityError` if none is installed, or if it lacks what this library or `needed` requires.
+    Raises `CompatibilityError` if there is no release, or if it lacks a required feature or one in `needed`.
     """
     release = examine(package)
     fatal, warnings = release.problems(*needed)
     if fatal:
         raise CompatibilityError(fatal[0])
-    if warnings and multiprocessing.parent_process() is None:  # vLLM's other processes would repeat it
+    if warnings and multiprocessing.parent_process() is None:  # else vLLM's children would repeat it
         _log.warning("%s. `delta-weight-sync doctor` lists all places", ". ".join(warnings))
     return release
 
@@ -153,7 +153,7 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
-    """What a module or a class calls `name`: a definition, an import, a variable, an attribute of `self`."""
+    """Yield what has `name` in a module or class: a definition, import, variable, or attribute of `self`."""
     inner = list(ast.iter_child_nodes(scope))
     while inner:
         node = inner.pop()

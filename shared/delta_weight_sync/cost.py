@@ -1,16 +1,16 @@
 """Predicts what a run costs: bytes, seconds and money per sync, from measured rates and list prices.
 
-docs/limits-and-costs.md explains how sizes are computed, and from what.
+docs/limits-and-costs.md explains how sizes are computed, and from which measurements.
 
-Seconds. The trainer waits for the diff only, and each rank compares its own shard. Each encodes and uploads
-its part in the background, one version at a time; the ranks of a machine share its link, also with jumps and
-anchors. A replica takes one version after another. One of its machines fetches the delta, which every worker
-decodes completely. Each worker then finds the places of its own part of the changes, with their digest, and
-all commit. The slower side sets the pace, and a slow publisher merges steps. Encoding and decoding use up to
-half of the cores.
+Seconds are computed as follows. The trainer waits only for the diff, in which each rank compares its own
+shard. Each rank encodes and uploads its part in the background, one version at a time. Ranks of one machine
+share its link. A replica takes one version after another, and one of its machines fetches the delta. Workers
+of one machine share the decoding and exchange the changes (with encoding `small`, each decodes all). Each
+worker finds the digest of its own changes; then all commit. The slower of publisher and replica sets the
+pace; a slow publisher merges steps. All this work uses up to half of the cores, at most 16 in a process.
 
-Rates come from `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests compare them
-with that file: the table of sizes within 1 %, seconds within a factor of two.
+Rates come from `make bench` on one core of an AMD EPYC (`bench/results.json`, 2026-11-23). Tests compare
+predictions with that file. Sizes must agree within 5 %, seconds within a factor of two.
 """
 
 from __future__ import annotations
@@ -52,34 +52,34 @@ class Hardware(NamedTuple):
 
 
 # From the Hub's documentation (spaces-gpus, jobs-pricing). Spaces are billed by the minute while they run,
-# not while they build, sleep or are paused. T4 is left out: it has no bf16, and the weights are bf16.
+# not while they build, sleep or are paused. T4 is left out, because it has no bf16.
 HARDWARE: Final[dict[str, Hardware]] = {name: Hardware(*row) for name, row in _read("prices.json").items()}
 GPUS: Final = tuple(name for name, hardware in HARDWARE.items() if hardware.gpus)
-PRIVATE_USD_TB_MONTH: Final = 18.0  # private storage beyond the included amount; less from 50 TB on
+PRIVATE_USD_TB_MONTH: Final = 18.0  # for private storage beyond the included amount; cheaper from 50 TB on
 INCLUDED_TB: Final = 1.0  # with PRO, or per seat of an organization
 EGRESS_RATIO: Final = 8.0  # the price covers egress, CDN included, up to this multiple of the stored bytes
 
 
 class Sizes(NamedTuple):
-    """Bytes per change of delta files in which `shares` of the weights changed."""
+    """Bytes per change in delta files: `fast[i]` or `small[i]` if `shares[i]` of the weights changed."""
 
     shares: tuple[float, ...]
     fast: tuple[float, ...]
     small: tuple[float, ...]
 
 
-# "fp32": section "growth" of the bench, 63 M weights in the shapes of Qwen3-0.6B, late in a run. "fp32-start"
-# (SmolLM2-135M) and "bf16" (shaped as "fp32"): section "size" at 1 %, else measured 2026-11-21 by
-# `bench.deltas.smollm2(GRID, share)` and `bench.deltas.qwen(BF16, share, 63 M weights)`.
+# "fp32" is from section "growth" of the bench (63 M weights in the shapes of Qwen3-0.6B, late in a run).
+# "fp32-start" (SmolLM2-135M) and "bf16" (shaped as "fp32") are from section "size" at 1 %. At other shares,
+# they are from `bench.deltas.smollm2(GRID, share)` and `.qwen(BF16, share, 63 M weights)`, 2026-11-21.
 SIZES: Final[dict[Trainer, Sizes]] = {trainer: Sizes(**row) for trainer, row in _read("sizes.json").items()}
-# Versions in a jump -> changes relative to one version; section "joining".
+# Versions that a delta or jump spans -> its changes, relative to one version (section "joining").
 MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.1}
-_TABLE_BYTES: Final = 75.0  # in a delta file's header, for each tensor that changed
-_WEIGHTS_PER_TENSOR: Final = 1.4e6  # of the measured models; larger models have larger tensors
+_TABLE_BYTES: Final = 75.0  # bytes of a delta file's header for each changed tensor
+_WEIGHTS_PER_TENSOR: Final = 1.4e6  # in the measured models; tensors of larger models are larger
 
 
 class Rate(NamedTuple):
-    """Nanoseconds of one core, per weight of the model and in addition per changed weight."""
+    """Nanoseconds that one core takes per weight of the model, and in addition per changed weight."""
 
     per_weight: float
     per_change: float = 0.0
@@ -89,42 +89,43 @@ class Rate(NamedTuple):
         return 1e-9 * (self.per_weight * weights + self.per_change * changes)
 
 
-# Sections "speed" (596 M weights, 1 % changed) and "growth" (16 to 596 M weights, 0.1 to 30 % changed).
+# From sections "speed" (596 M weights, 1 % changed) and "growth" (16 to 596 M weights, 0.1 to 30 % changed).
 DIFF: Final[dict[Trainer, Rate]] = {"fp32": Rate(0.67), "fp32-start": Rate(0.67), "bf16": Rate(0.45)}
 ENCODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.0, 12.0), "small": Rate(0.14, 30.0)}
-_DENSE, _TRIED = 1 / 8, 2.5  # above this share the codec tries more modes and takes this many times as long
+_DENSE, _TRIED = 1 / 8, 2.5  # above 1/8 changed, the codec tries more modes, which takes 2.5 times as long
 DECODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.02, 8.5), "small": Rate(0.26, 17.0)}
-DIGEST: Final = Rate(0.11)  # hash all live weights: a GPU for each delta, a CPU once a minute
+DIGEST: Final = Rate(0.11)  # hash all live weights, at a join (on a CPU also once a minute in the background)
+SWAP: Final = Rate(0.0, 5.0)  # receive a change (6 bytes) from another process of the same machine
 PLACE: Final = Rate(0.0, 11.0)  # find the place of a change and read its old bits
 COMMIT: Final = Rate(0.0, 9.4)  # write changes and read them back, while generation waits (section "live")
 SAVE: Final = Rate(3.1)  # write a checkpoint to disk ("publish whole")
 LOAD: Final = Rate(0.175)  # read a checkpoint from the page cache ("receive whole")
-# To new host memory, on a busy CPU: 0.64 ns per byte.
+# Copy a state to new host memory while the CPU is busy: 0.64 ns per byte with fp32, 0.43 ns with bf16.
 COPY_STATE: Final[dict[Trainer, Rate]] = {"fp32": Rate(7.7), "fp32-start": Rate(7.7), "bf16": Rate(2.6)}
 APPLY: Final = Rate(0.0, 8.6)  # add a decoded delta to weights in host memory
-TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed of two threads relative to one: "threads"
+TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed-up by a second thread (section "threads")
 
 GPU_BYTES: Final = 80e9  # assumed: memory of one accelerator
-PER_MACHINE: Final = 8  # assumed: ranks, or workers, of one machine; they share its link
+PER_MACHINE: Final = 8  # assumed: ranks or workers of one machine; all share the machine's link
 STATE_BYTES: Final[dict[Trainer, float]] = {"fp32": 12.0, "fp32-start": 12.0, "bf16": 6.0}  # per weight
-STATE_MINUTES: Final = 5.0  # between two saved states, by default; they take at most a tenth of the link
+STATE_MINUTES: Final = 5.0  # default time between two states, which take at most a tenth of the link
 TRAINER_BYTES: Final = 16.0  # assumed per weight: fp32 weights, gradients and AdamW's two moments
 REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that for keys and values
 
-# Requests per version, counted with the real clients at the simulated Hub: all, those to the Hub's API, and
-# those for files ("/resolve/"), without polls of HEAD. A poll is one request for a file. A safety poll, made
-# even while the Hub sends events, also lists all HEADs. A publisher makes one request after another; a reader
-# polls HEAD, then reads all small objects in parallel.
+# Requests per version without polls of HEAD, counted with the real clients at the simulated Hub. "all"
+# includes "api" (the Hub's API) and "files" ("/resolve/"). A poll is one request for a file. A safety poll,
+# made even while the Hub sends events, also lists all HEADs. A publisher makes one request after another. A
+# reader polls HEAD, then reads all small objects in parallel.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
-PUBLISHING_PART: Final = {"all": 4, "api": 0, "files": 0}  # of each of several ranks, before rank 0 publishes
+PUBLISHING_PART: Final = {"all": 4, "api": 0, "files": 0}  # by each of several ranks, before rank 0 publishes
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
-TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each part but one, at the same time
+TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each further part, at the same time
 TAKING_LARGE_PART: Final = {"all": 2, "api": 0, "files": 0}  # the same, if parts have more than DIRECT bytes
-TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, the poll of HEAD included
-# Further requests for parts of more bytes: (all that wait in turn, those to the API). Above DIRECT, they are
-# those of all parts.
+TAKING_IN_TURN: Final = 3  # a reader's requests in sequence, including the poll of HEAD
+# If a part has more bytes than the first number, it needs further requests: (how many of them are in
+# sequence, how many go to the API). Above DIRECT, these requests are for all parts together.
 _LATER: Final = ((DIRECT, (5, 2)), (SMALL, (2, 0)))
-_POLLS: Final = 2  # polls of HEAD for a version that the Hub announces: immediately, and an interval later
+_POLLS: Final = 2  # polls of HEAD after the Hub announces a version: one immediately, one an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
 API_ALLOWED: Final = "free 1,000, PRO 2,500, Team 3,000"
@@ -132,7 +133,7 @@ _HOUR_S: Final = 3600.0
 
 
 def distance_bits(share: float) -> float:
-    """Bits that encode the distance from one change to the next if this share (below 1/2) changed."""
+    """Bits for the distance from one change to the next, if `share` (below 1/2) of the weights changed."""
     return min(k + 1 / (1 - (1 - share) ** (1 << k)) for k in range(41))
 
 
@@ -155,7 +156,7 @@ class Recipe:
     """Deltas, jumps and anchors of a run in which each version changes `share` of the weights."""
 
     def __init__(self, params: int, share: float, encoding: Encoding, trainer: Trainer) -> None:
-        self._full, densest = 2.0 * params, 0.3  # above this share, a change costs as much as at this share
+        self._full, densest = 2.0 * params, 0.3  # above this share, a change takes the same number of bytes
         shares = {span: min(share * MERGED[span], 1.0) for span in (*reversed(STRIDES), 1)}
         self._changes = {span: params * merged for span, merged in shares.items()}
         self._sizes = {}
@@ -166,7 +167,7 @@ class Recipe:
         self.jumps = sum(self._sizes[stride] / stride for stride in STRIDES)  # bytes of jumps per version
 
     def after_anchor(self, versions: float) -> tuple[float, float, int]:
-        """Bytes, changes and files that a join fetches after an anchor this many versions old."""
+        """Bytes, changes and files that a join fetches in addition to an anchor that is `versions` old."""
         size, changes, files, left = 0.0, 0.0, 0, int(versions)
         for span in self._sizes:
             count, left = divmod(left, span)
@@ -185,7 +186,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Question:
-    """What to predict: `share` from 0 to 1, `link` in bytes per second of each machine."""
+    """What to predict. `share` is from 0 to 1; `link` is in bytes per second of each machine."""
 
     params: int
     share: float
@@ -196,8 +197,8 @@ class Question:
     steps_per_hour: float | None = None  # None: as many as the slower of publisher and replicas can take
     cores: int = 2  # for each rank, and for each worker of a replica
     latency: float = 0.1  # seconds that a request to the Hub takes in addition to its bytes
-    ranks: int | None = None  # of the trainer; None: as many as its memory needs
-    workers: int | None = None  # of each replica; None: as many as its memory needs
+    ranks: int | None = None  # of the trainer; None: as many as the trainer's memory needs
+    workers: int | None = None  # of each replica; None: as many as the replica's memory needs
 
 
 class Plan:
@@ -218,10 +219,14 @@ class Plan:
 
         # One sync.
         changes, decode = self.changes, DECODE[asked.encoding]
-        self.diff_s = DIFF[asked.trainer].seconds(params) / ranks
+        # Each rank compares its shard, then sends its changes to the owners of the tensors.
+        self.diff_s = DIFF[asked.trainer].seconds(params) / ranks / self.threads
+        if ranks > 1:
+            between = 6 * changes * (1 - 1 / self.trainer_machines)  # bytes that go to other machines
+            self.diff_s += SWAP.seconds(0, changes / ranks) + between / links
         parts = min(ranks, MAX_PARTS)
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / parts
-        # The owners upload their parts, over the links of their machines; then rank 0 the manifest.
+        # The owners upload their parts over the links of their machines. Then rank 0 uploads the manifest.
         self.uploads = PUBLISHING["all"] + (PUBLISHING_PART["all"] if parts > 1 else 0)
         on_one = math.ceil(parts / self.trainer_machines)
         self.upload_s = on_one * self.delta / parts / link + self.uploads * asked.latency
@@ -238,13 +243,11 @@ class Plan:
             wait_s, rounds = later(size)[0] * asked.latency, math.ceil(parts / SIDE_BY_SIDE)
             rounds = 1 if size / parts > DIRECT else rounds  # large parts are fetched together
             parts_s = max(wait_s + size / link, rounds * (wait_s + size / parts / link))
-            place_s = DIGEST.seconds(params) + PLACE.seconds(params, changed)
-            stage_s = decode.seconds(params, changed) / self.threads + place_s / self.replica_workers
-            commit_s = COMMIT.seconds(params, changed) / self.replica_workers
-            return TAKING_IN_TURN * asked.latency + parts_s, stage_s, commit_s
+            both_s = taking_s(params, changed, asked.encoding, self.replica_workers, self.threads)
+            return TAKING_IN_TURN * asked.latency + parts_s, *both_s
 
         self.fetch_s, self.stage_s, self.commit_s = taken(self.delta, changes)
-        self.behind_s = sum(taken(*recipe.after_anchor(max(STRIDES))[:2]))  # a replica takes one jump
+        self.behind_s = sum(taken(*recipe.after_anchor(max(STRIDES))[:2]))  # 64 versions late: one jump
         taken_s = self.fetch_s + self.stage_s + self.commit_s
         published_s = self.diff_s + self.encode_s + self.upload_s
         self.hand_over_to_serving_s = published_s + self.notification_s + taken_s
@@ -258,15 +261,17 @@ class Plan:
         self.published_hour = min(wanted, self.publisher_versions_hour)
         self.steps_per_version = wanted / self.published_hour
 
-        # A replica that joins late, before it stages. It fetches and applies one file after another.
+        # Before a replica that joins late can stage, it fetches all files, then applies them in sequence.
         def deltas_s(versions: float) -> float:
             size, changed, files = recipe.after_anchor(versions)
-            requests_s = files * parts * (further or _LATER[-1][1][0]) * asked.latency
-            decode_s = decode.seconds(params, changed) / self.threads
-            return requests_s + size / link + decode_s + APPLY.seconds(params, changed)
+            rounds = 1 if large else math.ceil(files * parts / SIDE_BY_SIDE)
+            requests_s = rounds * (further or _LATER[-1][1][0]) * asked.latency
+            apply_s = decode.seconds(params, changed) + APPLY.seconds(params, changed)
+            return requests_s + size / link + apply_s / self.threads
 
         self.join_anchor_s, self.join_deltas_s = self.full / link, deltas_s(self.anchor_every / 2)
-        self.join_rebuild_s = LOAD.seconds(params) + DIGEST.seconds(params) + SAVE.seconds(params)
+        check_s = DIGEST.seconds(params) / self.threads
+        self.join_rebuild_s = LOAD.seconds(params) + check_s + SAVE.seconds(params)
         self.join_s = self.join_anchor_s + self.join_deltas_s + self.join_rebuild_s
         self.join_worst_s = self.join_s - self.join_deltas_s + deltas_s(self.anchor_every - 1)
 
@@ -276,7 +281,7 @@ class Plan:
         self.copy_state_s = COPY_STATE[asked.trainer].seconds(params) / ranks
         self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * links / 10)
         self.stored_hour, self.egress_hour = self.published_hour * stored, fetched_hour * self.delta
-        # Own tensors, and own blocks of others' tensors.
+        # A rank's own tensors, and its blocks of other ranks' tensors.
         self.mirror = self.full / parts + self.full / ranks * (1 - 1 / parts)
 
         def taken_requests(kind: str, more: int) -> int:
@@ -296,9 +301,9 @@ class Plan:
         self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None
         day_tb = (24 * self.stored_hour + 2 * self.state) / 1e12
-        self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # for one day's bytes
+        self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # if one day is kept
 
-        # The same with full checkpoints.
+        # The same sync with full checkpoints.
         publish_s = SAVE.seconds(params) / parts + self.anchor_s
         load_s = self.full / link + LOAD.seconds(params)
         self.full_s = publish_s + self.notification_s + load_s
@@ -308,3 +313,13 @@ class Plan:
 def encode_s(params: float, changes: float, encoding: Encoding) -> float:
     """Seconds of one core to encode a delta."""
     return (_TRIED if changes > _DENSE * params else 1.0) * ENCODE[encoding].seconds(params, changes)
+
+
+def taking_s(
+    weights: float, changes: float, encoding: Encoding, workers: int, threads: int
+) -> tuple[float, float]:
+    """Return how many seconds a replica's workers take to stage a delta from disk, and to commit it."""
+    together = min(workers, PER_MACHINE) if encoding == "fast" else 1
+    mine = changes / workers  # changes of weights that one worker holds
+    stage_s = (DECODE[encoding].seconds(weights, changes) / together + PLACE.seconds(0, mine)) / threads
+    return stage_s + (SWAP.seconds(0, mine) if together > 1 else 0.0), COMMIT.seconds(0, mine) / threads

@@ -5,21 +5,23 @@
 
 `bits` is the bf16 pattern as an unsigned integer, `i` the row-major position, `mix(i)` the i-th output of
 splitmix64 with seed 0 (Steele, Lea & Flood, 2014), `seed(t)` the first eight bytes of sha256(name). The sum
-does not depend on order, so replicas can hash shards in any layout; changing an element from `a` to `b` adds
-`r * (b - a)`. Within a block of 4096 elements the factors have 32 bits. So the block's sum stays below 2^60,
-and vector instructions can compute it. The digest always detects one wrong element; several may cancel each
-other by chance. It guards against mistakes; the manifest's sha256 guards against tampering.
+does not depend on order, so replicas can hash shards in any layout. Changing an element from `a` to `b` adds
+`r * (b - a)`. The second factor of `r` has 32 bits. So the sum over a block of 4096 elements, without the
+first factor, stays below 2^60, and vector instructions can compute it. The digest detects any one wrong
+element, but several may cancel out by chance. It guards against mistakes, sha256 against tampering.
 """
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from numba import carray
 from numpy.typing import NDArray
 
-from delta_weight_sync.util import kernel
+from delta_weight_sync.codec._lanes import pointer
+from delta_weight_sync.util import in_order, kernel
 
 BLOCK = 4096
 _NO_BLOCK = np.uint64(1 << 63)  # no block has this number
@@ -73,16 +75,29 @@ def hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint6
 def add_at(
     bits: Bits, at: Index, ulps: Bits, index: Index, first: int, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
-    """Add `ulps` to `bits[at]`, the bits of elements `first + index`. Returns how the digest changes."""
+    """Add `ulps` to `bits[at]`, which are elements `first + index`. Returns how the digest changes."""
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
         i = np.uint64(first + index[j])
-        if i // np.uint64(BLOCK) != block:  # increasing positions share a block for a while
+        if i // np.uint64(BLOCK) != block:  # neighbouring positions mostly share a block
             block = i // np.uint64(BLOCK)
             factor = outer(seed, block)
         old = bits[at[j]]
         bits[at[j]] = new = np.uint16(old + ulps[j])
         total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new) - np.uint64(old))
+    return total
+
+
+@kernel
+def _add_all(tensors: NDArray[np.uint64], index: Index, ulps: Bits, inner: NDArray[np.uint32]) -> np.uint64:
+    """Change several tensors. `tensors`, uint64 [n, 3], has address, seed and number of changes of each."""
+    total, first = np.uint64(0), 0
+    for t in range(tensors.shape[0]):
+        places = index[first : first + np.int64(tensors[t, 2])]
+        amounts = ulps[first : first + places.size]
+        bits = carray(pointer(np.int64(tensors[t, 0])), places[-1] + 1)
+        total += add_at(bits, places, amounts, places, 0, inner, tensors[t, 1])
+        first += places.size
     return total
 
 
@@ -102,14 +117,19 @@ def change_digest(name: str, index: Index, old: Bits, new: Bits) -> int:
     return int(add_at(old.copy(), np.arange(index.size), new - old, index, 0, INNER, seed(name)))
 
 
-def add(name: str, bits: Bits, index: Index, ulps: Bits) -> int:
-    """Add `ulps` to flat `bits` (uint16) at `index`. Returns how the digest changes (mod 2^64)."""
-    return int(add_at(bits, index, ulps, index, 0, INNER, seed(name)))
+def add_all(tensors: Iterable[tuple[str, int, int]], index: Index, ulps: Bits) -> int:
+    """Change tensors in memory. Returns how the digest changes (mod 2^64).
+
+    `tensors` has for each tensor: name, address of its contiguous bits, and number of changes (at least one).
+    `index` and `ulps` [n] are as in a `Patch`, one tensor after the other.
+    """
+    rows = [(address, seed(name), changes) for name, address, changes in tensors]
+    return int(_add_all(np.array(rows, np.uint64).reshape(-1, 3), index, ulps, INNER))
 
 
 def state_digest(state: Mapping[str, Bits]) -> int:
     """Digest of a whole model: checkpoint name -> bf16 bits (uint16)."""
-    return sum(tensor_digest(name, bits) for name, bits in state.items()) % (1 << 64)
+    return sum(in_order(lambda item: tensor_digest(*item), state.items())) % (1 << 64)
 
 
 def to_hex(digest: int) -> str:

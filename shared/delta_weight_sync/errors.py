@@ -1,13 +1,13 @@
 """The exceptions of the library, in one tree under `DeltaWeightSyncError`.
 
-A message is one sentence, and names the fix if one is known. The `kind` of a class is a short, stable name
-that crosses process boundaries. A class that sets no `kind` has that of its base.
+`delta_weight_sync` exports the exceptions in `__all__`. A message is one sentence, with the fix if one is
+known. Each class has a `kind`, a short, stable name that crosses process boundaries. A class that sets no
+`kind` has the kind of its base.
 """
 
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
-# What `delta_weight_sync` exports. The other errors are raised and handled inside of the library.
 __all__ = [
     "AccessDeniedError",
     "BucketError",
@@ -15,6 +15,7 @@ __all__ = [
     "BucketUnreachableError",
     "CheckpointError",
     "CodecError",
+    "CompatibilityError",
     "ConfigError",
     "DeltaWeightSyncError",
     "FencedError",
@@ -28,15 +29,15 @@ __all__ = [
     "RolloutError",
     "SignatureError",
     "StateError",
+    "UndoLogError",
 ]
-_LONGEST: Final = 4000  # characters of a message
+_LONGEST: Final = 4000  # max characters of a message
 
 
 class DeltaWeightSyncError(Exception):
-    """Root of this library's errors. The message is one sentence, usually with the fix, and holds no token.
+    """Root of this library's errors. Messages hold no token.
 
-    Messages may quote objects of a bucket, and are printed, logged and shown on pages. So each message is one
-    printable line of at most 4,000 characters.
+    A message is one printable line of at most 4,000 characters, because it may quote objects of a bucket.
     """
 
     kind: ClassVar[str] = "error"
@@ -54,7 +55,7 @@ class ConfigError(DeltaWeightSyncError, ValueError, kind="config"):
 
 
 class SettingsError(ConfigError):
-    """Environment variables cannot be used; the message names each of them and its fix."""
+    """Environment variables cannot be used; the message names each variable and its fix."""
 
     def __init__(self, problems: Mapping[str, str]) -> None:
         super().__init__("correct these variables: " + "; ".join(f"{k}: {v}" for k, v in problems.items()))
@@ -62,19 +63,19 @@ class SettingsError(ConfigError):
 
 
 class KeyFormatError(ConfigError):
-    """A signing or public key cannot be used; the message names its variable and quotes no secret."""
+    """A signing or public key cannot be used, or its file exists already; the message quotes no secret."""
 
 
 class FolderError(ConfigError):
-    """`follow` or `checkout` cannot use this folder: another process uses it, or it holds other files."""
+    """`follow` or `checkout` cannot use a folder, because another process uses it or it holds other files."""
 
 
 class MissingExtraError(ConfigError, ImportError):
-    """A package of an extra of this library is not installed."""
+    """A feature needs an extra of this library, and a package of that extra is not installed."""
 
     def __init__(self, what: str, extra: str, error: ModuleNotFoundError) -> None:
         super().__init__(
-            f"{what} needs {error.name}, which is missing: run `pip install 'delta-weight-sync[{extra}]'`"
+            f"{what} needs {error.name}, which is missing: run `pip install '.[{extra}]'` in the checkout"
         )
 
 
@@ -103,7 +104,7 @@ class BucketUnreachableError(BucketError, kind="bucket-unreachable"):
 
 
 class ProtocolError(DeltaWeightSyncError, ValueError, kind="protocol"):
-    """An object of the run is not what the wire format allows; the message names the object and why."""
+    """A run's name, an object or a requested version is not valid; the message says which and why."""
 
 
 class SignatureError(ProtocolError, kind="signature"):
@@ -119,11 +120,11 @@ class CodecError(DeltaWeightSyncError, ValueError, kind="codec"):
 
 
 class FencedError(DeltaWeightSyncError, RuntimeError, kind="fenced"):
-    """Another trainer took over the run; this one must stop publishing."""
+    """Another trainer took over the run; this trainer must stop publishing."""
 
 
 class PeerError(DeltaWeightSyncError, RuntimeError, kind="peer"):
-    """Another process of this trainer failed, so this one stops too."""
+    """Another process of this trainer failed, so this process stops, too."""
 
 
 class StateError(DeltaWeightSyncError, RuntimeError, kind="state"):
@@ -135,32 +136,28 @@ class UndoLogError(DeltaWeightSyncError, LookupError, kind="undo-log"):
 
 
 class EngineError(DeltaWeightSyncError, RuntimeError, kind="engine"):
-    """vLLM refused a call, or did not answer it. `kind` is that of the error that a worker raised, if any."""
+    """vLLM refused a call, or did not answer. If a worker raised an error, `kind` is that error's kind."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
         if kind:
-            self.kind = kind  # type: ignore[misc]  # of this instance: what the worker sent
+            self.kind = kind  # type: ignore[misc]  # only of this instance
 
 
 class TooSoonError(EngineError):
     """vLLM cannot be restarted yet, because it started a moment ago."""
 
 
-class RefusedError(EngineError):
-    """vLLM cannot take this version. The message says what the follower waits for."""
-
-
 class CompatibilityError(DeltaWeightSyncError, RuntimeError, kind="compatibility"):
-    """This release of vLLM or TRL lacks something that is needed; the message names it and the fix."""
+    """This release of vLLM or TRL lacks needed code; the message names the code and the fix."""
 
 
 class RouteError(DeltaWeightSyncError, RuntimeError, kind="route"):
-    """Deltas cannot be written into this model; the message names the tensor or parameter."""
+    """Deltas cannot be written into this model; the message says why."""
 
 
 class CommitError(DeltaWeightSyncError, RuntimeError, kind="commit"):
-    """This vLLM, or its configuration, would reuse results of old weights after a commit, or may do so."""
+    """With this vLLM or its settings, results of old weights might be reused after a commit."""
 
 
 class WeightsChangedError(DeltaWeightSyncError, RuntimeError, kind="weights-changed"):
@@ -168,7 +165,7 @@ class WeightsChangedError(DeltaWeightSyncError, RuntimeError, kind="weights-chan
 
 
 class WorkerError(DeltaWeightSyncError, RuntimeError, kind="worker"):
-    """Another worker of this replica failed; the message is that worker's."""
+    """Another worker of this replica failed; the message is from that worker."""
 
 
 class RolloutError(DeltaWeightSyncError, RuntimeError, kind="rollout"):
@@ -180,12 +177,12 @@ class CommandError(DeltaWeightSyncError, kind="command"):
 
 
 def kind_of(error: BaseException) -> str:
-    """The stable `kind` of an error of this library, or "unexpected" for any other."""
+    """The stable `kind` of an error of this library, or "unexpected" for any other error."""
     return error.kind if isinstance(error, DeltaWeightSyncError) else "unexpected"
 
 
 def printable(text: str) -> str:
-    r"""`text` as one line in which control codes are escaped: an escape character becomes `\x1b`."""
+    r"""`text` as one line with escaped control codes, such as `\x1b` for the escape character."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
     )

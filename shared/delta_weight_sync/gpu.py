@@ -1,8 +1,7 @@
 """GPU code that the publisher and vLLM share: launches, reads, pinned memory, and the digest's factors.
 
-Kernel launches, and the waits for what they found, go through `launch` and `read`. They are counted, because
-a sync is slow if their number grows with the number of tensors. The kernels also run on host tensors, in
-Triton's interpreter.
+`launch` runs a kernel, and `read` fetches its results. Both count their calls, because a sync is slow if
+their number grows with the number of tensors. The kernels also run on host tensors, in Triton's interpreter.
 """
 
 import ctypes
@@ -22,8 +21,8 @@ import triton.language as tl
 from delta_weight_sync.digest import INNER
 
 _HOST_ADDRESSES = 91  # the driver's number for a device attribute: see `_uses_host_addresses`
-_PORTABLE = 1  # pinned memory for every GPU of this process
-_STEP = 8  # tensors begin at multiples of this many elements: 16 bytes, which a thread reads at a time
+_PORTABLE = 1  # a flag: pin the memory for every GPU of this process
+_STEP = 8  # a tensor begins at a multiple of 8 elements, because a thread reads 16 bytes at a time
 
 
 def free_bytes(device: torch.device) -> int:
@@ -38,14 +37,14 @@ used = Counter[str]()  # "launches" and "waits" of this process so far
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Run a Triton kernel with `programs` programs; 0 launches nothing."""
+    """Run a Triton kernel as `programs` programs. If `programs` is 0, do nothing."""
     if programs:
         used["launches"] += 1
         kernel[(programs,)](*arguments, **constants)
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host, after all work on the current stream: the only call that blocks.
+    """Copy a tensor to the host after all work on the current stream. Counts as one wait for a GPU.
 
     A tensor on a GPU is copied to pinned memory, which torch keeps for the next read.
     """
@@ -58,47 +57,24 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
-class SideStream:
-    """Reads on its own stream: it waits for the last write, but not for training's later work.
-
-    Without a GPU there is no stream, and reads do not wait.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._written: torch.cuda.Event | None = None
-
-    def mark_written(self) -> None:
-        """Later reads wait for the work launched so far on the caller's stream."""
-        if self._stream:
-            self._written = torch.cuda.current_stream(self._stream.device).record_event()
-
-    def read(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host."""
-        with torch.cuda.stream(self._stream):
-            if self._stream and self._written:
-                self._stream.wait_event(self._written)
-            return read(memory)
-
-
 def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], device: torch.device) -> None:
-    """Move the int16 tensors `names` into one block of host memory, pinned until `owner` is gone.
+    """Move the int16 tensors `names` of `bits` into one block of host memory, pinned until `owner` is gone.
 
-    A GPU's kernels read it at its host address. Without a GPU it is ordinary memory. Raises `MemoryError` if
-    the system cannot pin this much, or if the GPU sees it at another address (under gVisor or WSL).
+    A GPU's kernels read the block at its host address. Without a GPU nothing is pinned. Raises `MemoryError`
+    if the system cannot pin this much, or if the GPU sees the block at another address (under gVisor or WSL).
     """
     starts = [0, *itertools.accumulate(-(-bits[name].numel() // _STEP) * _STEP for name in names)]
     memory = torch.empty(starts.pop(), dtype=torch.int16)
     if device.type == "cuda" and memory.numel():
         _register(owner, memory)
-    # Each pass frees an old tensor. The last allocated come first, so that the heap can shrink.
+    # Each pass frees an old tensor, in reverse order of allocation, so that the heap can shrink.
     for name, start in reversed(list(zip(names, starts, strict=True))):
         old = bits[name]
         bits[name] = memory[start : start + old.numel()].view(old.shape).copy_(old)
 
 
 def _register(owner: object, memory: torch.Tensor) -> None:
-    """Pin memory in place. (torch rounds its own pinned memory up to a power of two: at worst, to twice.)"""
+    """Pin memory in place. (torch would round the size up to a power of two, at worst to twice the size.)"""
     if not _uses_host_addresses():
         raise MemoryError(
             "this machine's GPU sees pinned host memory at another address than the CPU (as under gVisor or"
@@ -125,7 +101,7 @@ def _uses_host_addresses() -> bool:
 
 @triton.jit
 def outer(seed: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Digest factors (uint64) of blocks of 4096 elements; uint64 `seed` and integer `block` of any shape."""
+    """Digest factors (uint64) of blocks of 4096 elements. `seed` (uint64) and `block` have any shape."""
     z = (seed + block.to(tl.uint64)) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

@@ -1,7 +1,7 @@
 """Whether vLLM and PyTorch are builds for GPUs, and what such a build needs of this machine.
 
-The installed packages decide, not the machine: vLLM's build for GPUs cannot run on the CPU, even if there is
-no GPU or its driver is too old. Nothing here starts CUDA in this process.
+The answers depend on the installed packages, because vLLM's build for GPUs cannot run on a CPU, even if there
+is no GPU or its driver is too old. Nothing here starts CUDA in this process.
 """
 
 import ctypes
@@ -11,8 +11,8 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
-# Shared memory: vLLM takes 240 MiB for the workers' answers (`MessageQueue`: ten chunks of 24 MiB), NCCL some
-# more. Docker's default is 64 MiB.
+# vLLM takes 240 MiB of shared memory for the workers' answers (ten chunks of 24 MiB in `MessageQueue`), and
+# NCCL takes some more. Docker's default is 64 MiB.
 _SHARED_MIB = 512
 _VARIABLE, _CUDA = "VLLM_ENABLE_CUDA_COMPATIBILITY", "/usr/local/cuda"
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -38,7 +38,7 @@ def gpu_count() -> int:
 
 
 def problem() -> str:
-    """Why an installed build for GPUs cannot start here: a sentence with the fix. "" if it can start."""
+    """A sentence that says why an installed build for GPUs cannot start here, with the fix; "" if it can."""
     if not is_installed():
         return ""
     if not gpu_count():
@@ -50,7 +50,7 @@ def problem() -> str:
 
     # A build for CUDA 13 runs on every driver for CUDA 13 or later.
     cuda, driver = torch.version.cuda or "0", _driver_cuda()
-    # With this variable vLLM's processes load newer libraries than the driver's (vllm/env_override.py).
+    # With this variable, vLLM's processes load newer libraries than the driver's (vllm/env_override.py).
     compatible = os.environ.get(_VARIABLE, "").strip().lower() in ("1", "true")
     if driver is None or driver // 1000 >= int(cuda.split(".")[0]) or compatible:
         return ""
@@ -62,9 +62,9 @@ def problem() -> str:
 
 
 def use_compatibility() -> str:
-    """If the driver is too old, make vLLM's processes load newer CUDA libraries, if this machine has them.
+    """If the driver is too old, make vLLM's processes load this machine's newer CUDA libraries, if any.
 
-    vLLM's images contain them. They work on a data centre's GPUs only. Returns their folder, or "".
+    vLLM's Docker images have such libraries; they work only on data-centre GPUs. Returns the folder, or "".
     """
     import torch
 
@@ -78,7 +78,7 @@ def use_compatibility() -> str:
 
 
 def missing() -> list[str]:
-    """What an installed build for GPUs needs but this machine lacks: one sentence each, with the fix."""
+    """A sentence, with the fix, for each thing that a build for GPUs needs and this machine lacks."""
     if not is_installed():
         return []
     sentences = []

@@ -1,8 +1,8 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
-This is safe while a writer and readers use the run. Objects written in the `GRACE_S` seconds before the run's
-newest object stay, with all files that a manifest among them names: readers may still fetch them. Files of a
-version that is being published stay, too, as do HEADs, log and trainer states. A finished run does not age.
+This is safe while a writer and readers use the run. Objects of the last `GRACE_S` seconds before the newest
+object stay. If a manifest is one of them, all files that it names stay, because readers may still fetch them.
+HEADs, log, trainer states, and files of a version that is being published stay. A finished run does not age.
 """
 
 import re
@@ -18,13 +18,13 @@ from delta_weight_sync.records import FileRef, Manifest, Writer, state_version, 
 from delta_weight_sync.store import Bucket, ObjectInfo
 
 GRACE_S: Final = 3600.0
-_AT_ONCE: Final = 500  # objects in one call of `delete`; some stores send it as one request
+_AT_ONCE: Final = 500  # objects in one call of `delete`, which some stores send as one request
 _UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "H": 3600.0, "D": 86400.0}
 
 
 @dataclass(frozen=True)
 class Keep:
-    """What to keep: newest versions within `size` bytes, or all of the `age_s` seconds before the last."""
+    """What to keep: newest versions within `size` bytes, or those of the last `age_s` seconds of the run."""
 
     size: float = float("inf")
     age_s: float = float("inf")
@@ -62,12 +62,12 @@ class _Version(NamedTuple):
     created_at: float
     key: str
     parent: FileRef | None
-    needs: tuple[str, ...]  # keys of the files that build it
-    names: tuple[str, ...]  # keys of all files that it names
+    needs: tuple[str, ...]  # keys of the files that build the version
+    names: tuple[str, ...]  # keys of all files that the manifest names
 
 
 class Pruner:
-    """Finds what may be deleted from a run, as often as you ask; reads each manifest only once.
+    """Finds what may be deleted from a run. You can ask repeatedly; each manifest is read only once.
 
     `grace_s`: seconds for which a new object, and all files that a new manifest names, are kept.
     """
@@ -81,7 +81,7 @@ class Pruner:
 
         `spare`: keys to keep because the next manifest will name them. `reserve`: bytes to leave free.
         """
-        newest = self._reader.newest()  # before the listing: then a later version counts as in progress
+        newest = self._reader.newest()  # read before the listing, so that later versions count as in progress
         if newest is None:
             return None
         infos = {info.key: info for info in self._reader.bucket.list(self._reader.keys.folder)}
@@ -96,7 +96,7 @@ class Pruner:
             return info is None or info.written is None or info.written > young
 
         def lasts(key: str) -> bool:
-            """Whether it stays anyway: it is of no version, young, or perhaps of a version in progress."""
+            """Whether an object stays in any case: it is young, of no version, or of one in progress."""
             part = version_key(key)
             coming = part is not None and part.written_by(writer) and part.version > newest.version
             return part is None or is_young(key) or coming
@@ -117,7 +117,7 @@ class Pruner:
             size, oldest = size + size_of(more), version.number
         self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
         doomed = [(part, infos[key]) for key in infos.keys() - kept if (part := version_key(key))]
-        # Manifests first, so that an interruption leaves no version that seems whole; then by age.
+        # Manifests go first, so that no incomplete version seems whole after an interruption; then by age.
         doomed.sort(key=lambda one: (one[0].kind != "manifests", one[0].version, one[1].key))
         why = "no remaining version needs it", f"older than version {oldest}"
         delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)
@@ -136,7 +136,7 @@ class Pruner:
     def _remember(self, manifest: Manifest) -> _Version:
         writer = Writer(manifest.writer_term, manifest.writer)
         key = self._reader.keys.manifest(manifest.version, writer)
-        # Interned, because many versions name the same files.
+        # Intern the keys, because many versions name the same files.
         needs = tuple(sys.intern(file.key) for file in manifest.recipe().files)
         names = tuple(sys.intern(file.key) for file in manifest.files)
         version = _Version(manifest.version, manifest.created_at, key, manifest.parent, needs, names)

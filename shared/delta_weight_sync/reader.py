@@ -5,10 +5,10 @@ The codec and the digest are imported only where weights are handled: listing ve
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from safetensors import SafetensorError
@@ -33,19 +33,20 @@ from delta_weight_sync.records import (
 )
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
+from delta_weight_sync.util import in_order
 
 SIDE_BY_SIDE = 6  # files that are fetched at the same time
-_TRIES = 5  # attempts to list the HEADs: again if a new writer removes one before it is read
+_TRIES = 5  # attempts to list and read the HEADs; a new writer may remove a HEAD in between
 _MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: the public key is probably wrong
-_MAX_DAMAGED = 64  # a search reads at most this many manifests: a forged one can claim any version
+_MAX_DAMAGED = 64  # a search reads at most this many manifests, because a forged one can claim any version
 _MAX_HEADS = 16  # a search reads at most this many HEADs: usually there is one
 Kind = TypeVar("Kind", bound=Sealed)
 Problems = dict[str, Exception]
-"""The records that were skipped on the way to a valid one: key -> error."""
+"""Records that were skipped in the search for a valid record: key -> error."""
 
 
 def split_run(url: str) -> tuple[str, str]:
-    """Split `hf://buckets/me/wordle#first` into the bucket's URL and the run's name, "" if there is none."""
+    """Split `hf://buckets/me/wordle#first` into the bucket's URL and the run's name ("" if there is none)."""
     bucket, _, run = url.partition("#")
     return bucket, run
 
@@ -55,10 +56,10 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
 
     Args:
         url: URL of the bucket, with `#<run>` if the bucket holds several runs.
-        run: Name of the run, instead of the one in the URL.
-        public_key: The trusted key: versions that it did not sign are refused. `ed25519_public_` and 64 hex
-            digits, several such keys separated by commas, or a file that `delta-weight-sync keygen` wrote.
-            By default DELTA_WEIGHT_SYNC_PUBLIC_KEY; without any key, signatures are not checked.
+        run: Name of the run, if the URL does not name it.
+        public_key: A trusted key (`ed25519_public_` and 64 hex digits), several keys separated by commas, or
+            a file that `delta-weight-sync keygen` wrote. Versions that no trusted key signed are refused. The
+            default is DELTA_WEIGHT_SYNC_PUBLIC_KEY; without any key, signatures are not checked.
 
     Raises:
         ProtocolError: No run is named and the bucket does not hold exactly one.
@@ -87,19 +88,19 @@ def runs_in(bucket: Bucket) -> list[str]:
 class RunReader:
     """The reading half of the protocol.
 
-    Every record is checked. It must be complete and belong to this run. If another record names it, it must
-    have the sha256 that is given there. If there are trusted keys, one of them must have signed it.
+    The reader checks that each record is complete, belongs to this run, and has the sha256 that another
+    record gives for it, if any does. If there are trusted keys, one of these must have signed the record.
 
     Args:
         bucket: The bucket that holds the run.
         run: Name of the run.
-        public_keys: Trusted keys: one of them must have signed each record. By default the environment's.
+        public_keys: The trusted keys; by default, the environment's.
     """
 
     def __init__(self, bucket: Bucket, run: str, public_keys: PublicKeys | None = None) -> None:
         self.bucket, self.keys = bucket, Keys(run)
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
-        self._unreadable = set[str]()  # keys of files that were missing or damaged when they were fetched
+        self._unreadable = set[str]()  # keys of files that were missing or damaged at their last fetch
         self._ahead: dict[str, Future[bytes]] = {}  # objects that are fetched before anything needs them
         self._pool = ThreadPoolExecutor(SIDE_BY_SIDE, "fetch-ahead")
         self.place = f"run {run!r} in {bucket.url}"  # for messages
@@ -112,8 +113,8 @@ class RunReader:
     def manifest(self, version: int | None = None) -> Manifest:
         """The manifest of `version`, by default the newest.
 
-        An older version is found by one listing, not by hashes that lead from HEAD to it. So check the digest
-        of the weights that you build.
+        An older manifest is found by listing keys, not by the chain of hashes that begins at HEAD. So check
+        the digest of the weights that you build.
 
         Raises:
             NoVersionError: The run has not published this version.
@@ -168,12 +169,22 @@ class RunReader:
             found = self.parent(found)
         return found
 
+    def try_older(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
+        """Call `use` with a version. If `use` finds a damaged or missing file, also call `use` with the
+        newest earlier version whose files are all readable. The error is raised in any case."""
+        try:
+            use(manifest)
+        except (errors.ProtocolError, errors.ObjectMissingError):
+            if (older := self.readable(manifest)) and older != manifest:
+                self.try_older(older, use)
+            raise
+
     def fetch_ahead(self, keys: Iterable[str]) -> None:
         """Begin to read small objects in parallel. Each is checked as usual when it is used."""
         self._ahead = {key: self._ahead.get(key) or self._pool.submit(self.bucket.get, key) for key in keys}
 
     def _fetched_ahead(self, key: str) -> bytes | None:
-        """Return an object that was fetched ahead, and forget it. None if there is none or it failed."""
+        """Hand out an object that was fetched ahead. None if it was not fetched, or if the fetch failed."""
         ahead = self._ahead.pop(key, None)
         with contextlib.suppress(errors.BucketError, errors.ProtocolError):
             return ahead.result() if ahead else None
@@ -210,9 +221,9 @@ class RunReader:
         lacking = [
             (ref.key, folder / ref.name, ref.size) for ref in wanted if not (folder / ref.name).exists()
         ]
-        with contextlib.suppress(errors.BucketError):  # then `fetch` says which file cannot be read
+        with contextlib.suppress(errors.BucketError):  # `fetch` then says which file cannot be read
             self.bucket.fetch_together(lacking)
-        with ThreadPoolExecutor(SIDE_BY_SIDE, "fetch") as pool:  # its threads end with the fetch
+        with ThreadPoolExecutor(SIDE_BY_SIDE, "fetch") as pool:  # these threads end with the fetch
             coming = [pool.submit(self.fetch, ref, folder) for ref in wanted]
             try:
                 return [path.result() for path in coming]
@@ -221,10 +232,10 @@ class RunReader:
                     path.cancel()
 
     def fetch_anchor(self, anchor: AnchorRef, folder: Path) -> None:
-        """Fetch an anchor's files, the small ones first: if one is damaged, no weights are fetched.
+        """Fetch an anchor's files. Small files come first; if one of them is damaged, no weights are fetched.
 
-        Other weights in the folder are removed: an earlier anchor may be divided into other files, which a
-        loader would take for files of this one.
+        Other weights in the folder are removed, because an earlier anchor may be divided into other files,
+        and a loader would load these, too.
 
         Raises `ProtocolError` if the anchor has no weights, or a file is damaged.
         """
@@ -232,7 +243,7 @@ class RunReader:
             raise errors.ProtocolError(f"the anchor of version {anchor.version} has no weights")
         folder.mkdir(parents=True, exist_ok=True)
         names = {ref.name for ref in anchor.files}
-        for path in folder.glob("model*.safetensors*"):  # the index is one of them
+        for path in folder.glob("model*.safetensors*"):  # matches the index, too
             if path.name not in names:
                 path.unlink()
         self.fetch_all(anchor.small, folder)
@@ -241,43 +252,27 @@ class RunReader:
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
         """Write a version to `folder` as a Hugging Face checkpoint.
 
-        The anchor's files come first; its weights are replaced after the digest is checked.
+        The anchor is fetched first, then all deltas, which then change the anchor's files in place. So memory
+        never holds the model, and after a failed download, the next call reuses complete files of the anchor.
 
         Returns:
-            The weights: tensor name -> bf16 bits as uint16, in the tensor's shape.
+            The weights, mapped from the files: tensor name -> bf16 bits as uint16, in the tensor's shape.
+            Writing to them changes the files. They are valid until you write another version to `folder`.
 
         Raises:
             ProtocolError, CodecError: A file is damaged, or the digest is not the published one.
         """
         self.fetch_anchor(manifest.anchor, folder)
-        with checkpoint_errors(manifest.anchor):
-            state = dict(checkpoint.read_bits(folder))
-        for delta in self.recipe(manifest).deltas:
-            self.apply(state, delta, folder)
-        require_digest(state, manifest)
-        for path in (folder / ref.name for ref in manifest.anchor.weights):
-            checkpoint.write_bits(checkpoint.shapes_in(path), state.__getitem__, path)
-        return state
-
-    def rebuild(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
-        """Like `checkout`, but in the files, so that memory never holds the model.
-
-        Returns:
-            The weights, mapped from the files.
-        """
-        self.fetch_anchor(manifest.anchor, folder)
-        with checkpoint_errors(manifest.anchor):
-            state = checkpoint.map_folder(folder, "r+")
-        for delta in self.recipe(manifest).deltas:
-            self.apply(state, delta, folder)
+        state = map_weights(folder, manifest.anchor)
+        with TemporaryDirectory(prefix=".deltas-", dir=folder) as scratch:
+            self.apply(state, self.recipe(manifest).deltas, Path(scratch))
         require_digest(state, manifest)
         return state
 
-    def apply(self, state: dict[str, Bits], ref: FileRef, folder: Path) -> None:
-        """Fetch a delta file to the scratch folder and apply it to `state` in place."""
-        path = self.fetch(ref, folder)
-        apply_delta(state, path)
-        path.unlink()
+    def apply(self, state: dict[str, Bits], deltas: Iterable[FileRef], folder: Path) -> None:
+        """Fetch delta files to a scratch folder; apply them in order to `state` (name -> bits), in place."""
+        for path in self.fetch_all(deltas, folder):
+            apply_delta(state, path)
 
     def require_intact(self) -> None:
         """Raise `ProtocolError` or `ObjectMissingError` if the last writer's HEAD or manifest is damaged."""
@@ -294,8 +289,8 @@ class RunReader:
     def successor(self, of: Writer, born: float | None, problems: Problems) -> Writer | None:
         """The last writer that took the run over from `of`, or None.
 
-        With trusted keys, a HEAD does not count if it is damaged or unsigned, or if it names a version of a
-        run that was created before `born`. `problems` receives the damaged and unsigned ones.
+        With trusted keys, a writer does not count if its HEAD is damaged or unsigned, or names a version of a
+        run that was created before `born`. `problems` receives the damaged and unsigned HEADs.
         """
         for writer in reversed(self.writers()):
             if writer <= of:
@@ -327,7 +322,7 @@ class RunReader:
             problems: Receives the HEADs that were skipped.
 
         Raises:
-            ProtocolError: No HEAD is usable, and one is unsigned (or, with `floor`, damaged or older).
+            ProtocolError: No HEAD is usable, and one is unsigned or, with `floor`, damaged or older.
         """
         for _ in range(_TRIES):
             skipped: Problems = {}
@@ -361,7 +356,7 @@ class RunReader:
         return rebuilt
 
     def head_of(self, writer: Writer, floor: Rank | None = None) -> Head:
-        """HEAD of a writer. Raises `ObjectMissingError`, or `ProtocolError` (damaged, or below `floor`)."""
+        """A writer's HEAD. Raises `ObjectMissingError`, or `ProtocolError` (damaged, or below `floor`)."""
         key = self.keys.head(writer)
         head = self.read(Head, key)
         if (head.writer_term, head.writer) != writer:
@@ -371,7 +366,7 @@ class RunReader:
         return head
 
     def rebuild_head(self, writer: Writer | None = None, listing: Listing | None = None) -> Head | None:
-        """A HEAD that names the newest complete version, of `writer` if given. None if there is none."""
+        """A new HEAD for the newest complete version, only of `writer` if given. None if there is none."""
         there = {info.key: info.size for info in listing or self.bucket.list(self.keys.folder)}
         listed = [each for each in _manifests(there) if writer is None or each[0].written_by(writer)]
         unsigned = 0
@@ -389,8 +384,8 @@ class RunReader:
         return None
 
     def resolve(self, head: Head, problems: Problems | None = None) -> Manifest | None:
-        """The manifest that `head` names. If it is damaged or missing, that of the newest complete version;
-        `problems` then receives the manifest that was skipped."""
+        """The manifest that `head` names. If that is damaged or missing, `problems` receives the error, and
+        the result is the manifest of the newest complete version."""
         if head.manifest is None:
             return None
         try:
@@ -404,18 +399,18 @@ class RunReader:
             return self.read(Manifest, rebuilt.manifest)
 
     def read_listed(self, key: str) -> Manifest:
-        """The manifest at a listed key. No record names its sha256, so its content must match the key."""
+        """The manifest at a listed key. No record names its sha256, so the content must fit the key."""
         manifest = self.read(Manifest, key)
         if key != self.keys.manifest(manifest.version, Writer(manifest.writer_term, manifest.writer)):
             raise errors.ProtocolError(f"{key} holds the manifest of another version: it was not used")
         return manifest
 
     def read(self, kind: type[Kind], source: str | FileRef) -> Kind:
-        """Read the record of this run at a key, or the one that a reference pins, and check it.
+        """Read a record of this run, by its key or by a reference, and check it.
 
         Raises:
-            SignatureError: No trusted key signed it.
-            ProtocolError: It is damaged, or belongs to another run.
+            SignatureError: No trusted key signed the record.
+            ProtocolError: The record is damaged, or belongs to another run.
         """
         key = source.key if isinstance(source, FileRef) else source
         data = self._fetched_ahead(key) or self.bucket.get(key)
@@ -442,7 +437,7 @@ def no_longer_held(place: str, version: int, oldest: int) -> errors.ProtocolErro
 
 
 def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
-    """The manifest of each version. If several writers published a version, the last writer's counts."""
+    """The manifest of each version. If several writers published a version, the last one counts."""
     known = {info.key: info for info in objects}
     return {parts.version: known[key] for parts, key in sorted(_manifests(known))}
 
@@ -452,10 +447,10 @@ def _manifests(keys: Iterable[str]) -> Iterator[tuple[VersionKey, str]]:
     return ((parts, key) for parts, key in parsed if parts and parts.kind == "manifests")
 
 
-def remove_other_files(folder: Path, anchor: AnchorRef) -> None:
-    """Create `folder` if needed. Remove its subfolders, and each file whose name `anchor` does not have."""
+def remove_other_files(folder: Path, wanted: AnchorRef | Recipe) -> None:
+    """Create `folder` if needed. Remove all its subfolders, and all files except those in `wanted`."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {ref.name for ref in anchor.files}
+    names = {ref.name for ref in wanted.files}
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -463,11 +458,13 @@ def remove_other_files(folder: Path, anchor: AnchorRef) -> None:
             path.unlink()
 
 
-@contextmanager
-def checkpoint_errors(anchor: AnchorRef) -> Iterator[None]:
-    """If the anchor's files are not a checkpoint, raise a `ProtocolError` that names the anchor."""
+def map_weights(folder: Path, anchor: AnchorRef) -> dict[str, Bits]:
+    """Map the weights in a version's files, so that changes of the weights change the files.
+
+    Raises `ProtocolError`, which names the anchor, if the anchor's files are not a checkpoint.
+    """
     try:
-        yield
+        return checkpoint.map_folder(folder, "r+")
     except (SafetensorError, ValueError, LookupError) as error:
         raise errors.ProtocolError(
             f"the anchor of version {anchor.version} is not a checkpoint: {error}"
@@ -475,7 +472,7 @@ def checkpoint_errors(anchor: AnchorRef) -> Iterator[None]:
 
 
 def apply_delta(state: dict[str, Bits], path: Path) -> None:
-    """Apply a delta file to `state` in place.
+    """Apply a delta file to `state` (name -> bits of each tensor) in place, then delete the file.
 
     Raises:
         CodecError: The file is damaged. `state` may then hold a part of the changes: discard it.
@@ -483,14 +480,20 @@ def apply_delta(state: dict[str, Bits], path: Path) -> None:
     from delta_weight_sync import codec
 
     shapes = {name: bits.shape for name, bits in state.items()}
-    for patch in codec.Delta(path).patches(shapes, state.__getitem__):
-        codec.apply(patch, state[patch.name])
+
+    def add(part: codec.Decoded) -> None:
+        for patch in part.patches(shapes):
+            codec.apply(patch, state[patch.name])
+
+    for _ in in_order(add, codec.Delta(path).decode(shapes, state.__getitem__)):
+        pass  # `in_order` changes several groups of tensors at a time
+    path.unlink()
 
 
 def require_digest(state: dict[str, Bits], manifest: Manifest, expected: str = "") -> None:
-    """Raise `ProtocolError` unless `state` holds exactly the published bits of the version.
+    """Raise `ProtocolError` unless `state` (name -> bits) holds exactly the published bits of the version.
 
-    `expected`: the digest of `state`, if it holds only a part of the tensors.
+    If `state` holds only a part of the tensors, `expected` is the digest of that part.
     """
     from delta_weight_sync.digest import state_digest, to_hex
 

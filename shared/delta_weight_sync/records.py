@@ -1,10 +1,10 @@
 """Versions, manifests, HEAD and their keys: the records of a run in its bucket.
 
 A run is a folder of the bucket (docs/wire-format.md). Every object is written once, except HEADs and the
-newest segment of the log. HEAD names the manifest by sha256, and the manifest names every file by sha256.
-Each writer has its own HEAD and its own keys, so a trainer that was replaced cannot overwrite its successor.
-The HEAD of the writer with the highest term counts. If HEAD is truncated, missing, stale or a copy of
-another writer's HEAD, readers find the newest version from the manifests.
+newest segment of the log. A HEAD names a manifest by sha256, and the manifest names every file by sha256.
+Each writer uses keys of its own for HEAD, versions and states, so a replaced trainer cannot overwrite those
+of its successor. The HEAD of the last writer counts (see `Writer`). If that HEAD is truncated, missing, stale
+or copied from another writer, readers find the newest version by listing the manifests.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.store import file_sha256
 
 FORMAT: Final = "delta-weight-sync/2"
-POLL_S: Final = 1.0  # usual seconds between two requests for HEAD
-MAX_ASSETS: Final = 1024  # files of one anchor
-MAX_PARTS: Final = 64  # parts of a delta that a trainer writes
-MAX_REFS: Final = 1 << 14  # files of deltas, and of jumps, that one manifest names
+POLL_S: Final = 1.0  # usual seconds between two requests for HEAD, without the Hub's events
+MAX_ASSETS: Final = 1024  # max files of an anchor
+MAX_PARTS: Final = 64  # max parts of a delta that a trainer writes
+MAX_REFS: Final = 1 << 14  # max delta files in a manifest, and max jump files
 LARGEST: Final = 1e15  # the largest number that a log event may report, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
-ANCHOR_PAYS: Final = 0.5  # write an anchor if a join fetches deltas of more than this share of the model
-MAX_FILES: Final = 128  # write an anchor if a join fetches this many deltas, however small they are
-WINDOW: Final = 64  # newest versions whose deltas a manifest always names
+ANCHOR_PAYS: Final = 0.5  # write an anchor when a join must fetch deltas of more than this share of the model
+MAX_FILES: Final = 128  # write an anchor when a join needs this many deltas and jumps, however small
+WINDOW: Final = 64  # a manifest names the deltas of the newest 64 versions, back to one without a delta
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 
 _NUMBER = r"\d{8,18}"  # a version or a term; 18 digits always fit into a `Count`
@@ -59,7 +59,7 @@ class Writer(NamedTuple):
     Two trainers that start at the same moment may get the same term, but never the same keys.
     """
 
-    term: int  # grows by one with each writer
+    term: int  # one more than the highest term found
     id: str  # 32 random hex digits
 
     @classmethod
@@ -78,11 +78,11 @@ class Writer(NamedTuple):
 
 
 class Keys:
-    """The keys of one run's objects."""
+    """The keys of one run's objects. Each method returns the key of the object that it describes."""
 
     def __init__(self, run: str) -> None:
         if not re.fullmatch(RUN_NAME, run):
-            raise ProtocolError(f"{run!r} is not a run name: use 1 to 96 letters, digits, '.', '_' and '-'")
+            raise ProtocolError(f"{run!r} is not a run name: use 1 to 96 letters, digits, or (not first) ._-")
         self.run = run
         self.folder = f"runs/{run}/"
         self.heads = f"{self.folder}heads/"
@@ -92,7 +92,7 @@ class Keys:
         self.log = f"{self.folder}log/"
 
     def head(self, writer: Writer) -> str:
-        """HEAD of a writer. No other writer overwrites it."""
+        """The HEAD of a writer. No other writer uses this key."""
         return f"{self.heads}{writer.term:08d}.{writer.id}.json"
 
     def anchor(self, version: int, writer: Writer, name: str) -> str:
@@ -100,11 +100,11 @@ class Keys:
         return f"{self.folder}anchors/{version:08d}.{writer}/{name}"
 
     def delta(self, version: int, writer: Writer, part: str = "") -> str:
-        """The delta from `version - 1` to `version`, or a part of it: a name such as ".r2"."""
+        """The delta from `version - 1` to `version`, or its `part`, such as ".r2"."""
         return f"{self.folder}deltas/{version:08d}.{writer}{part}.safetensors"
 
     def jump(self, base: int, version: int, writer: Writer, part: str = "") -> str:
-        """The delta from `base` to `version`, over several versions, or a part of it."""
+        """The jump from `base` to `version`, or its `part`."""
         return f"{self.folder}jumps/{base:08d}-{version:08d}.{writer}{part}.safetensors"
 
     def manifest(self, version: int, writer: Writer) -> str:
@@ -112,7 +112,7 @@ class Keys:
         return f"{self.manifests}{version:08d}.{writer}.json"
 
     def state(self, version: int, sync: int, writer: Writer) -> str:
-        """Folder of the trainer state at `version` and `sync`. The record's key is this plus `.json`."""
+        """Folder of the trainer state at `version` and `sync`. Adding `.json` gives the key of its record."""
         return f"{self.states}{version:08d}.{sync:08d}.{writer}"
 
     def segment(self, number: int) -> str:
@@ -121,7 +121,7 @@ class Keys:
 
 
 class VersionKey(NamedTuple):
-    """The parts of the key of any file of a version. They sort by writer, then by version."""
+    """What the key of a version's file says. These tuples sort by writer, then by version."""
 
     term: int
     id: str  # the first 8 digits of the writer's id
@@ -140,7 +140,7 @@ def version_key(key: str) -> VersionKey | None:
 
 
 def part_suffix(delta: DeltaRef) -> str:
-    """What distinguishes the key of a part from the keys of the other parts; "" for a delta in one file."""
+    """The suffix of a part's key that names the rank, such as ".r2"; "" for a delta in one file."""
     match = _RANK.search(delta.key)
     return match[1] if match else ""
 
@@ -158,7 +158,7 @@ def head_writer(key: str) -> Writer | None:
 
 
 def cut(length: int) -> Any:
-    """Shorten free text, or a list, instead of refusing it. A lone surrogate becomes "?"."""
+    """Let a field cut a text or list to `length` instead of refusing it. A lone surrogate becomes "?"."""
 
     def shorten(value: Any) -> Any:
         if isinstance(value, str):
@@ -170,7 +170,9 @@ def cut(length: int) -> Any:
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
-Key = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,500}$")]
+# No part between slashes is empty or begins with a dot, so no key leads out of its folder.
+_PARTS = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$"
+Key = Annotated[str, StringConstraints(pattern=_PARTS, max_length=501)]
 RunName = Annotated[str, StringConstraints(pattern=f"^{RUN_NAME}$")]
 WriterId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
@@ -181,7 +183,7 @@ Line = Annotated[str, *cut(4000)]  # a few sentences
 Text = Annotated[str, *cut(600)]  # the part of a conversation that is shown
 Model = TypeVar("Model", bound="Record")
 Rank = tuple[float, int, str, int]
-"""Orders versions from old to new: creation time of the run, term and id of the writer, version."""
+"""Sorts versions from old to new, by the run's creation time, the writer's term and id, and the version."""
 
 
 class Record(BaseModel):
@@ -190,22 +192,16 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def to_bytes(self) -> bytes:
-        """JSON, UTF-8, one line."""
+        """The record as JSON, one line in UTF-8."""
         return self.model_dump_json().encode()
 
 
 class FileRef(Record):
-    """One object of the bucket, pinned by its content."""
+    """One object of the bucket: its key, and the size and sha256 of its content."""
 
     key: Key
     size: Count
     sha256: Sha256
-
-    @model_validator(mode="after")
-    def _no_parent_folder(self) -> Self:
-        if ".." in self.key.split("/") or "//" in self.key:
-            raise ValueError(f"key {self.key!r} contains '..' or '//'")
-        return self
 
     @property
     def name(self) -> str:
@@ -213,12 +209,12 @@ class FileRef(Record):
         return self.key.rsplit("/", 1)[-1]
 
     def check(self, data: bytes) -> None:
-        """Raise `ProtocolError` unless `data` is the pinned object."""
+        """Raise `ProtocolError` unless `data` has this size and sha256."""
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
             raise self.damaged()
 
     def is_in(self, path: Path) -> bool:
-        """Whether a local file is the pinned object."""
+        """Whether a local file has this size and sha256."""
         return path.stat().st_size == self.size and file_sha256(path) == self.sha256
 
     def damaged(self) -> ProtocolError:
@@ -231,24 +227,18 @@ class FileRef(Record):
 class DeltaRef(FileRef):
     """A delta file, which leads from version `base` to `version`. A jump spans several versions.
 
-    Several files may lead from one version to another: parts that change different tensors. All are needed.
+    A delta may have several files, its parts, which change different tensors. All parts are needed.
     """
 
     base: Count
     version: Count
     changed: Count  # elements that differ
 
-    @model_validator(mode="after")
-    def _leads_forward(self) -> Self:
-        if self.base >= self.version:
-            raise ValueError(f"{self.key} leads from version {self.base} back to {self.version}")
-        return self
-
 
 class AnchorRef(Record):
     """A whole checkpoint: `config.json`, the tokenizer's files and the weights.
 
-    The weights are `model.safetensors`, or Hugging Face's shards with an index, `model-00001-of-00004...`.
+    The weights are `model.safetensors`, or shards such as `model-00001-of-00004.safetensors` with an index.
     """
 
     version: Count
@@ -275,7 +265,7 @@ Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=MAX_REFS), FailFast()]
 
 
 class Sealed(Record):
-    """A record with a hash of itself, which shows damage even if nothing names the record by hash.
+    """A record that contains its own hash. So damage shows even if no other record names this hash.
 
     `seal` is the sha256 of the record's kind, a line feed, and its JSON without `seal` and `signature`.
     """
@@ -283,7 +273,7 @@ class Sealed(Record):
     format: Literal["delta-weight-sync/2"] = FORMAT
     run: RunName
     seal: Sha256 | Literal[""] = ""  # computed if empty
-    # Hex digits are lower-case, so that equal content is an equal record.
+    # Upper-case hex digits are refused, so that records with the same signature are equal.
     signature: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{128})?$")] = ""
 
     @model_validator(mode="after")
@@ -299,11 +289,11 @@ class Sealed(Record):
 class Manifest(Sealed):
     """How to build one version, and the digest that proves it.
 
-    `deltas` holds the delta of each version up to `version`, or its parts, without a gap: enough of them for
-    a replica that is a little behind, and for one that starts at the anchor. `jumps` let both skip deltas.
+    `deltas` are consecutive and end at `version`; each delta is one file or several parts. With `jumps`, they
+    lead to `version` from the anchor, and from the last `WINDOW` versions, back to one without a delta.
     """
 
-    born: Time  # unix seconds when the run was created: a restarted run is another run
+    born: Time  # unix seconds when the run was created; a run that is started over gets a new time
     version: Count
     writer_term: Count
     writer: WriterId
@@ -332,14 +322,14 @@ class Manifest(Sealed):
         return self
 
     def recipe(self, held: int | None = None) -> Recipe:
-        """The smallest set of files that builds this version from `held`, a version of this run that you
-        already have, or from the anchor. Check the digest: `held` may be of another run."""
+        """The files with the fewest bytes that build this version from the anchor, or from `held`, the number
+        of a version that you already have. Check the digest, because your version may be of another run."""
         recipe = self.recipe_without((), held)
-        assert recipe, "a manifest without one is refused"
+        assert recipe, "a manifest without a recipe is refused"
         return recipe
 
     def recipe_without(self, unreadable: Container[str], held: int | None = None) -> Recipe | None:
-        """Like `recipe`, but without the files that have these keys. None if there is no such recipe."""
+        """Like `recipe`, but without the keys in `unreadable`. None if there is no such recipe."""
         links = (*self.deltas, *self.jumps)
         broken = {(link.base, link.version) for link in links if link.key in unreadable}
         deltas = [link for link in links if (link.base, link.version) not in broken]
@@ -348,7 +338,7 @@ class Manifest(Sealed):
 
     @property
     def delta(self) -> tuple[DeltaRef, ...]:
-        """The delta from the version before, or its parts; empty if this version has none."""
+        """The file of the delta to this version, or the files of its parts; empty without a delta."""
         return tuple(delta for delta in self.deltas if delta.version == self.version)
 
     @property
@@ -368,7 +358,7 @@ class Manifest(Sealed):
 
 
 class Head(Sealed):
-    """Names a writer's newest version, or until it publishes, the version from which it continues."""
+    """Names a writer's newest version; before the writer's first, the version that it continues."""
 
     born: Time  # as in the manifest
     version: Count | None  # None before the run's first version
@@ -384,7 +374,7 @@ class Head(Sealed):
 
     @property
     def rank(self) -> Rank:
-        """HEAD's place in the order of versions; -1 stands for the version before the first."""
+        """HEAD's place in the order of versions. Before the run's first version, the number is -1."""
         return self.born, self.writer_term, self.writer, -1 if self.version is None else self.version
 
 
@@ -399,7 +389,7 @@ class RunInfo(Record):
 
 
 def reference(key: str, record: Record) -> FileRef:
-    """A reference that pins a record by its content."""
+    """A reference to a record, with the size and sha256 of its content."""
     data = record.to_bytes()
     return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
@@ -415,7 +405,7 @@ def parse(kind: type[Model], data: bytes, key: str) -> Model:
 
 
 class Recipe(NamedTuple):
-    """The files that build a version, in order: an anchor (if no version is held), then deltas."""
+    """The files that build a version, in order: first the anchor, unless you hold a version, then deltas."""
 
     anchor: AnchorRef | None
     deltas: tuple[DeltaRef, ...]
@@ -436,13 +426,13 @@ def cheapest_recipe(
 ) -> Recipe | None:
     """The recipe with the fewest bytes, then the fewest files. None if nothing leads to `version`.
 
-    A recipe starts at `anchor`, or at `held`, a version that you already have. One pass over the deltas and
-    jumps, sorted by base, finds it, because all of them lead to later versions. Parts are taken together.
+    A recipe starts at `anchor`, or at `held`, a version that you already have. It has all parts of a delta or
+    none. One pass over deltas and jumps, sorted by base, is enough, because each leads to a later version.
     """
     links: dict[tuple[int, int], list[DeltaRef]] = {}
     for delta in deltas:
         links.setdefault((delta.base, delta.version), []).append(delta)
-    # version -> bytes, files, start, and the parts of the last step (a start has none)
+    # version -> bytes, number of files, anchor (if any), and parts of the last delta (none at the start)
     reached: dict[int, tuple[int, int, AnchorRef | None, Sequence[DeltaRef]]] = {}
     if anchor:
         reached[anchor.version] = sum(file.size for file in anchor.files), 1, anchor, ()
@@ -456,7 +446,7 @@ def cheapest_recipe(
                 reached[end] = *cost, start, parts
     if version not in reached:
         return None
-    way: list[Sequence[DeltaRef]] = []  # a version's cost is final before a link leaves it, so go back now
+    way: list[Sequence[DeltaRef]] = []  # the chosen deltas, from the last to the first
     at = version
     while leading := reached[at][3]:
         way.append(leading)
@@ -467,10 +457,10 @@ def cheapest_recipe(
 def links_for(
     anchor: AnchorRef, deltas: tuple[DeltaRef, ...], jumps: tuple[DeltaRef, ...], version: int
 ) -> tuple[tuple[DeltaRef, ...], tuple[DeltaRef, ...]]:
-    """Choose the deltas, one per version without a gap, and the jumps that the manifest of `version` names.
+    """Choose the deltas (without a gap) and the jumps that the manifest of `version` names.
 
-    These are the cheapest recipe from the anchor, the deltas of the last `WINDOW` versions for replicas that
-    are a little behind, and the jumps that such replicas can use.
+    A manifest needs the cheapest recipe from the anchor. For replicas that are a little behind, it also needs
+    the deltas of the last `WINDOW` versions and the jumps that such replicas can use.
     """
     recipe = cheapest_recipe(anchor, (*deltas, *jumps), version, None)
     needed = {delta.key for delta in recipe.deltas} if recipe else set()

@@ -1,11 +1,11 @@
 """The event log of a run, in its bucket: the only source of the curves on the dashboard.
 
 Buckets cannot append, so the log is a series of segments with at most `SEGMENT` events each. Only the newest
-segment is rewritten, so a reader reads each full segment once. Only the trainer writes: replicas have
-read-only tokens, so the trainer asks them for their status and records the answers.
+segment is rewritten, so a reader reads each full segment once. Only the trainer writes, because replicas have
+read-only tokens. So the trainer asks replicas for their status and records the answers.
 
-The log is not signed, so readers trust nothing in it: every field of an event is bounded, texts and rollouts
-are cut, and lines that are not events are skipped and counted.
+The log is not signed, so readers do not trust it. They bound every field of an event, cut texts and rollouts,
+and skip and count lines that are not events.
 """
 
 import itertools
@@ -20,10 +20,10 @@ from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.records import FORMAT, Count, Digest, Keys, Line, Number, Record, Text, Time, Word, cut
 from delta_weight_sync.store import Bucket
 
-SEGMENT: Final = 512  # events in a segment, at most
+SEGMENT: Final = 512  # max events of a segment
 SEGMENT_BYTES: Final = 4 << 20
-LINE: Final = 1 << 20  # bytes of an event, at most
-METRICS: Final = 256  # of one step, at most
+LINE: Final = 1 << 20  # max bytes of an event
+METRICS: Final = 256  # max metrics of a step
 _log = logging.getLogger(__name__)
 
 
@@ -34,13 +34,13 @@ class SyncEvent(Record):
     t: Time
     version: Count
     sync: Count
-    payload_bytes: Count  # the delta's, or the anchor's for version 0
-    anchor_bytes: Count  # of a new anchor that the manifest names, else 0
-    sent_bytes: Count = 0  # all uploads since the last version: also manifests, jumps, states and this log
+    payload_bytes: Count  # bytes of the delta; without a delta, of the anchor
+    anchor_bytes: Count  # bytes of a new anchor that the manifest names, else 0
+    sent_bytes: Count = 0  # bytes of all uploads since the last version, such as jumps, states and this log
     full_bytes: Count
     changed: Count
     total: Count
-    diff_s: Number  # the trainer waited for this
+    diff_s: Number  # how long the trainer waited
     encode_s: Number
     publish_s: Number  # from hand-over to HEAD, in the background
 
@@ -50,7 +50,7 @@ class Rollout(Record):
 
     turns: Annotated[tuple[tuple[Text, Text], ...], *cut(16)]
     reward: Number | None
-    sync: Count  # of the oldest weights that generated one of its tokens
+    sync: Count  # the sync of the oldest weights that generated a token of the conversation
 
 
 class StepEvent(Record):
@@ -81,8 +81,8 @@ class ReplicaEvent(Record):
 class CommitEvent(Record):
     """A replica committed a version, and reported it at `t`.
 
-    `lag_s` counts from the trainer's hand-over, by the trainer's clock, until the last worker of vLLM had the
-    new weights, by the clock of that worker. It is 0 if these two clocks give a negative time.
+    `lag_s` is the time from the trainer's hand-over (on the trainer's clock) until vLLM's last worker had the
+    new weights (on that worker's clock). A negative time, from clocks that disagree, becomes 0.
     """
 
     kind: Literal["commit"] = "commit"
@@ -95,7 +95,7 @@ class CommitEvent(Record):
     stage_s: Number
     pause_ms: Number  # how long generation paused
     commit_ms: Number  # the part of the pause in which weights were written and checked
-    joined: bool = False  # whether it took a whole checkpoint instead of deltas
+    joined: bool = False  # whether the replica joined this version
 
 
 class ReplicaReport(Record):
@@ -105,7 +105,7 @@ class ReplicaReport(Record):
     status: ReplicaEvent
     commits: Annotated[tuple[CommitEvent, ...], Field(max_length=1024)]
     notice: Line = ""  # how the replica learns of new versions
-    engine: Line = ""  # its vLLM, and the way in which that vLLM commits
+    engine: Line = ""  # the replica's release of vLLM, and how it commits
 
 
 class DoneEvent(Record):
@@ -115,7 +115,7 @@ class DoneEvent(Record):
     t: Time
     version: Count
     digest: Digest
-    stopped_by: Literal["steps", "time"] = "steps"  # which limit ended it
+    stopped_by: Literal["steps", "time"] = "steps"  # the limit that ended training
 
 
 Event = Annotated[SyncEvent | StepEvent | ReplicaEvent | CommitEvent | DoneEvent, Field(discriminator="kind")]
@@ -130,7 +130,7 @@ class RunLogWriter:
         there = {info.key for info in bucket.list(self._keys.log)}
         # Use the first free number, because a reader would wait forever for a missing segment.
         self._segment = next(n for n in itertools.count() if self._keys.segment(n) not in there)
-        self._lines: list[bytes] = []  # of the newest segment and later ones; list operations are atomic
+        self._lines: list[bytes] = []  # lines that are not yet in a full segment; list operations are atomic
         self._written = 0
         self._writing, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="run-log", daemon=True)
@@ -151,14 +151,14 @@ class RunLogWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Write the newest segment, and start the next if it is full. Thread-safe."""
+        """Write the newest segment. If that is full, write the next segment, too. Thread-safe."""
         with self._writing:
             while full := self._write_segment():
                 del self._lines[:full]
                 self._segment, self._written = self._segment + 1, 0
 
     def _write_segment(self) -> int:
-        """Write the newest segment if it has new events. Returns its number of events if full, else 0."""
+        """Write new events to the newest segment. Returns its number of events if it is full, else 0."""
         known = self._lines[:]  # other threads append meanwhile
         sizes = itertools.accumulate(len(line) + 1 for line in known[:SEGMENT])
         count = sum(size <= SEGMENT_BYTES for size in sizes)  # events that fit into one segment
@@ -185,12 +185,12 @@ class RunLogReader:
     def __init__(self, bucket: Bucket, run: str) -> None:
         self._bucket, self._keys = bucket, Keys(run)
         self._segment, self._seen, self._etag = 0, 0, ""
-        self.skipped = 0  # lines so far that are not events; an unreadable segment counts as one
+        self.skipped = 0  # number of lines that were not events; an unreadable segment counts as one line
 
     def poll(self) -> Iterator[Event]:
         """Yield the events added since the last call, oldest first, with one segment in memory at a time.
 
-        If the iteration ends early, also because the bucket fails, the next call continues there.
+        If the iteration ends early, perhaps because the bucket fails, the next call continues where it ended.
         """
         while True:
             complete = self._bucket.stat(self._keys.segment(self._segment + 1)) is not None
@@ -205,9 +205,9 @@ class RunLogReader:
             return
         try:
             data = self._bucket.get(self._keys.segment(self._segment))
-        except ProtocolError:  # far too large
+        except ProtocolError:  # the segment is far too large
             data = b"?"
-        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # the last line holds whatever is too much
+        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # surplus lines stay one piece
             self._seen += 1
             try:
                 yield _EVENT.validate_json(line if len(line) <= LINE else b"")

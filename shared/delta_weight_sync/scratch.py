@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -12,10 +13,10 @@ PREFIX: Final = "delta-weight-sync-folder-"
 
 
 class Scratch:
-    """A temporary folder: removed with this object and at the end of the process.
+    """A temporary folder, which is removed with this object or at the end of the process.
 
-    The process holds a lock on the folder. If it is killed, the lock is released, and the next `Scratch` of
-    this user removes the folder.
+    The process holds a lock on the folder. If the process is killed, the lock is released, and the next
+    `Scratch` of this user removes the folder.
     """
 
     def __init__(self) -> None:
@@ -42,15 +43,12 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether `folder` is no link, belongs to this user, and no process holds its lock."""
-    try:
+    """Whether a killed process of this user left `folder`: it is no link, and no process holds its lock."""
+    with suppress(OSError):
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return os.fstat(lock).st_uid == os.getuid()
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return os.fstat(lock).st_uid == os.getuid()
+        finally:
+            os.close(lock)
+    return False

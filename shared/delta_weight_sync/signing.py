@@ -1,13 +1,13 @@
 """Signed versions: write access to the bucket is not enough to make a reader accept a version.
 
-The publisher signs the seal of each manifest, HEAD and trainer state with an Ed25519 key that only it holds.
-Readers with the matching public key refuse every record without its signature. A seal covers the kind of the
+The publisher signs the seal of each manifest, HEAD and trainer state with its secret Ed25519 key.
+Readers with the matching public key refuse every record without this signature. A seal covers the kind of the
 record, the run and all other fields, including the sha256 of every file. The keys are two variables:
 
     DELTA_WEIGHT_SYNC_SIGNING_KEY=ed25519_secret_<64 hex digits>     only for the trainer
     DELTA_WEIGHT_SYNC_PUBLIC_KEY=ed25519_public_<64 hex digits>      for readers; separate several by commas
 
-Without the first, nothing is signed. Without both, no signature is checked and `cryptography` not imported.
+Without the first key, nothing is signed. Without both, nothing is checked, and `cryptography` is not needed.
 """
 
 import os
@@ -46,7 +46,7 @@ class SigningKey:
 
 
 class PublicKeys:
-    """The keys that a reader trusts. Without any, it accepts every record with a valid seal.
+    """The keys that a reader trusts. A reader without keys accepts every record with a valid seal.
 
     `text` holds the keys, each `ed25519_public_` and 64 hex digits, separated by commas. Any
     other text raises `KeyFormatError`; "" means that signatures are not checked.
@@ -54,12 +54,12 @@ class PublicKeys:
 
     def __init__(self, text: str = "") -> None:
         words = [word.strip() for word in text.split(",") if word.strip()]
-        words = words or [text] * bool(text)  # "," from two unset variables must not turn checking off
+        words = words or [text] * bool(text)  # "," (two unset variables) is an error, not "no keys"
         self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in words}
 
     @classmethod
     def load(cls, given: str | Path | None = None) -> "PublicKeys":
-        """The keys to trust: in `given`, a text or a file of `keygen`; by default the environment's."""
+        """The keys to trust, from `given` (a text, or a file of `keygen`); by default the environment's."""
         return keys_in(os.environ)[1] if given is None else cls(_word(given, PUBLIC_KEY, _PUBLIC))
 
     def __contains__(self, public: str) -> bool:
@@ -74,7 +74,7 @@ class PublicKeys:
     def signer(self, record: Sealed, key: str) -> str | None:
         """The fingerprint of the key that signed `record`, or None if no key is trusted.
 
-        Raises `SignatureError` if no trusted key did; it names the object's `key`.
+        Raises `SignatureError` if no trusted key signed `record`. `key` is the record's key in the bucket.
         """
         if not self:
             return None
@@ -111,11 +111,11 @@ def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
 
 
 def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | None, PublicKeys]:
-    """`keys_in` the environment, with `signing_key` (a key, or a file that `keygen` wrote) if it is given.
+    """Like `keys_in(os.environ)`, with `signing_key` (a key, or a file of `keygen`) as the signing key.
 
     Raises:
-        KeyFormatError: As `keys_in`, or there is a public key but no signing key: readers would refuse all
-            versions.
+        KeyFormatError: As for `keys_in`; or there is a public key but no signing key, so readers would refuse
+            all versions.
     """
     environ = dict(os.environ)
     if signing_key is not None:

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -19,27 +19,28 @@ def kernel(function: Function) -> Function:
 
 
 def threads(cores: int) -> int:
-    """Threads to use on a machine with `cores` cores. The trainer or vLLM needs the other cores."""
+    """Number of threads to use on a machine with `cores` cores. The trainer or vLLM needs the other cores."""
     return min(16, max(1, cores // 2))
 
 
 THREADS = threads(len(os.sched_getaffinity(0)))
 
 
-def in_order(work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-    """Yield `work(job)` of each job in order, on `THREADS` threads.
+def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 0) -> Iterator[Result]:
+    """Yield `work(job)` of each job in order, computed on `threads` threads (0: on `THREADS`).
 
-    `jobs` is read in the caller's thread, at most `THREADS` jobs ahead of the result that is yielded next.
+    `jobs` is read in the caller's thread, at most `threads` jobs ahead of the result that is yielded next.
     Exceptions of `work` and `jobs` pass through; jobs that have not begun are then dropped.
     """
-    if THREADS == 1:
+    threads = threads or THREADS
+    if threads == 1:
         yield from map(work, jobs)
         return
-    pool, running = ThreadPoolExecutor(THREADS), deque[Future[Result]]()
+    pool, running = ThreadPoolExecutor(threads), deque[Future[Result]]()
     try:
         for job in jobs:
             running.append(pool.submit(work, job))
-            if len(running) > THREADS:
+            if len(running) > threads:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
@@ -47,8 +48,31 @@ def in_order(work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Res
         pool.shutdown(cancel_futures=True)
 
 
+def in_parts(work: Callable[[slice], Result], count: int, least: int) -> list[Result]:
+    """Call `work` on slices of `range(count)`, of about `least` items or more, on up to `THREADS` threads."""
+    parts = min(THREADS, max(1, count // least))
+    cuts = [count * part // parts for part in range(parts + 1)]
+    return [*in_order(work, map(slice, cuts, cuts[1:]), parts)]
+
+
+def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
+    """Send `outgoing[i]` (a numpy array) to process i of a torch group. Returns the received arrays, joined.
+
+    `sizes[i]` is the length of the array that process i sends to this one. All arrays have the same dtype.
+    """
+    import numpy as np  # imported here, because not every command needs them
+    import torch
+    from torch.distributed import all_to_all_single
+
+    sent, parts = np.concatenate(outgoing), [each.nbytes for each in outgoing]
+    came = np.empty(sum(sizes), sent.dtype)
+    to, of = (torch.from_numpy(column.view(np.uint8)) for column in (came, sent))
+    all_to_all_single(to, of, [size * sent.itemsize for size in sizes], parts, group=group)
+    return came
+
+
 def size_text(size: float) -> str:
-    """Bytes, in powers of 1000: `8.9 GB`."""
+    """A number of bytes, in powers of 1000: `8.9 GB`."""
     return _scaled(size, ("B", "KB", "MB", "GB", "TB", "PB"))
 
 

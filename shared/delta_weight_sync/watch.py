@@ -1,7 +1,7 @@
-"""Watches a run for newer versions: polls HEAD, wakes up when it is notified, and backs off from failures.
+"""Watches a run for newer versions: polls HEAD, wakes up when notified, and backs off from failures.
 
-Three failures are retried with growing pauses: the store does not answer, records cannot be read, or a
-version cannot be used. `reset` ends all these pauses; `refresh` ends the last two kinds.
+Three kinds of failure are retried with growing pauses: the store does not answer, records cannot be read, or
+a version cannot be used. `Watcher.reset` ends all pauses, `Watcher.refresh` those of the last two kinds.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ from delta_weight_sync.reader import Problems, RunReader, went_back
 from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head_writer, part_suffix
 from delta_weight_sync.store import SMALL
 
-FIRST_S = 1.0  # wait after the first failure; each further failure doubles it
+FIRST_S = 1.0  # pause after the first failure; each further failure doubles the pause
 LONGEST_S = 600.0
-_LIST_EVERY = 30  # at least one poll in 30 lists all HEADs; the Hub allows more requests for one HEAD
-_AHEAD = 3  # deltas of further versions that are fetched before a manifest names them
+_LIST_EVERY = 30  # at least one poll in 30 lists all HEADs; the Hub allows fewer lists than reads
+_AHEAD = 3  # the deltas of the next version and of at most 3 more are fetched before a manifest names them
 _STORE = "the store"
 
 
 class Backoff:
-    """Delays new tries of what failed last; anything else may be tried immediately. Not thread-safe."""
+    """Delays retries of what failed last. Anything else may be tried immediately. Not thread-safe."""
 
     def __init__(self) -> None:
         self.reset()
@@ -36,7 +36,7 @@ class Backoff:
         return what != self._what or monotonic() >= self._next
 
     def failed(self, what: object) -> None:
-        """Record that `what` failed. Earlier failures of it count, unless the last one is long ago."""
+        """Record that `what` failed. Earlier failures of `what` count, unless they are long ago."""
         now = monotonic()
         if what != self._what or now - self._failed > 2 * LONGEST_S:
             self._failures = 0
@@ -58,19 +58,19 @@ class Watcher:
         self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
         self._skipped: Problems = {}  # records that were skipped to find the newest version
         self._skipped_heads: Problems = {}
-        # Delays after: no answer; HEADs that led to a failure; a version that cannot be used; damaged HEADs.
+        # Delays after: no answer; HEADs that led to a failure; an unusable version; damaged HEADs.
         self._asking, self._finding, self._using, self._mending = (Backoff() for _ in range(4))
-        self._answered, self._fruitful = False, True  # `_fruitful`: whether the last prompted poll found news
+        self._answered, self._fruitful = False, True  # `_fruitful`: did the last prompted poll find news?
         self._newest = seen
         self.reset(seen.rank if seen else None)
 
     def refresh(self) -> None:
-        """Make the next `check` poll, and accept any version that is not older than one seen before."""
+        """Make the next `check` poll and use the newest version, even if it was used before."""
         for each in (self._notifications, self._finding, self._using, self._mending):
             each.reset()
         self._key, self._polls, self._empty = "", 0, 0
         self._found: dict[str, str] = {}  # key -> etag of each HEAD
-        self._used: dict[str, str] | None = None  # what `_found` was for the version used last
+        self._used: dict[str, str] | None = None  # `_found` as it was for the version used last
 
     def reset(self, floor: Rank | None = None) -> None:
         """Forget the versions seen so far: from now on, accept any version that is not older than `floor`."""
@@ -79,7 +79,7 @@ class Watcher:
         self._head_floor, self._floor = floor, floor
 
     def check(self, use: Callable[[Manifest], object]) -> bool:
-        """Poll if it is time to, and call `use` with a new version. Raises what `poll` and `use` raise.
+        """If it is time, poll, and call `use` with a new version. Raises the errors of `poll` and `use`.
 
         Returns True if the run was polled and its newest version is in use.
         """
@@ -119,7 +119,7 @@ class Watcher:
         self._used = self._found
 
     def describe(self) -> str:
-        """How it learns of new versions, in words."""
+        """How this watcher learns of new versions, in words."""
         return self._notifications.describe(self._poll_s)
 
     def problem(self) -> ProtocolError | None:
@@ -148,7 +148,7 @@ class Watcher:
         if head is None:
             if not self._mending.allows(_STORE):  # damaged HEADs may change each second
                 return None
-            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without HEADs, rarely rebuild one
+            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without a HEAD, rebuild one rarely
                 self._skipped_heads = {}
                 head = self._reader.head(floor=self._head_floor, problems=self._skipped_heads)
         if head and head.version and head.version > following:
@@ -167,10 +167,10 @@ class Watcher:
         return manifest
 
     def _fetch_ahead(self, version: int, *others: str) -> None:
-        """Begin to read what leads from the newest known version to `version`: objects with predictable keys.
+        """Begin to read the manifest of `version` and the deltas that lead there, by predicted keys.
 
-        Parts that were large in the newest version are left out. A folder is read faster than threads start,
-        so nothing is fetched ahead from it.
+        Parts that were large in the newest version are left out. Nothing is fetched ahead from a folder,
+        because reading a file is faster than starting a thread.
         """
         folder = self._reader.bucket.url.startswith("file:")
         if self._newest and not folder and (writer := head_writer(self._key)):
@@ -197,7 +197,7 @@ class Watcher:
         with contextlib.suppress(ProtocolError, ObjectMissingError):
             if writer := head_writer(self._key):
                 head = self._reader.head_of(writer, self._head_floor)
-                if head.rank == self._head_floor:  # perhaps read before its etag changed: read it again
+                if head.rank == self._head_floor:  # perhaps fetched ahead, before the etag changed
                     head = self._reader.head_of(writer, self._head_floor)
                 self._skipped_heads.pop(self._key, None)
                 return head

@@ -1,4 +1,4 @@
-"""Limits on connections, capacity and log lines that clients may use, and a server that ends when stopped.
+"""Limits on connections, capacity and log lines that clients may use, and a server that always ends.
 
 A trainer is known by the key, a visitor by the network address. Visitors, even all together, cannot take the
 capacity that a trainer needs. uvicorn cannot limit connections in this way: it waits without limit for a
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
@@ -29,13 +28,13 @@ import uvicorn
 from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from space_guard.requests import has_key, too_many
+from space_guard.requests import RateLimit, has_key, too_many
 
 Client = str | None  # a visitor's address, or None for a client with the key
 
 # The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. As the
-# client's address, uvicorn (`forwarded_allow_ips`) takes the last one in X-Forwarded-For outside of these
-# networks; a client can only forge addresses before that one.
+# client's address, uvicorn (`forwarded_allow_ips`) takes the last address in X-Forwarded-For outside of
+# these networks; a client can only forge addresses before that address.
 PROXIES = "127.0.0.0/8,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7"
 
 
@@ -58,7 +57,7 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: float  # seconds for a head, counted from the connection; for a later head, from its first byte
+    request_s: float  # seconds for the first head, from connecting on; for later heads, from the first byte
     unread_s: float  # seconds in which the client must read some of its answer
     head_bytes: int  # of a request, its body not counted
     keep_active: bool  # a visitor's connection is safe from eviction while its request is answered
@@ -67,44 +66,38 @@ class Limits:
 class _Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits. If `key` is empty, any complete head counts as having the key.
 
-    `visitors` are the connections without the key. If there are more than `max_visitors`, the one that was
+    `visitors` are the connections without the key. If there are more than `max_visitors`, the connection
     opened or answered longest ago is closed, so a new client gets in and a client with the key stays.
     """
 
-    def __init__(
-        self,
-        *,
-        limits: Limits,
-        visitors: "dict[_Connection, None]",
-        max_visitors: int,
-        key: str,
-        **given: Any,
-    ) -> None:
-        super().__init__(**given)
-        self._limits, self._visitors, self._max_visitors, self._key = limits, visitors, max_visitors, key
-        self._known = False  # has sent the key
-        self._deadline: asyncio.TimerHandle | None = None
-        self._complete = True  # False from the first byte of a request to its last
-        self._head = 0  # bytes received of the current request, without its body
+    limits: Limits
+    key: str
+    max_visitors: int
+    visitors: "dict[_Connection, None]"
+
+    _known = False  # has sent the key
+    _deadline: asyncio.TimerHandle | None = None
+    _complete = True  # False from the first byte of a request to its last
+    _head = 0  # bytes received of the current request, without its body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         opened = transport.get_extra_info("socket")
         if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
             # The kernel ends a connection whose client reads nothing for this long, even while it closes.
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._limits.unread_s * 1000))
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limits.unread_s * 1000))
         self._join_visitors()
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
-        self._visitors.pop(self, None)
+        self.visitors.pop(self, None)
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection to the WebSocket protocol; the app decides whom to refuse."""
         self._stop_clock()
-        self._visitors.pop(self, None)
+        self.visitors.pop(self, None)
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
@@ -114,12 +107,12 @@ class _Connection(HttpToolsProtocol):
         super().data_received(data)
         if self._complete:
             self._head = 0
-        elif self._head > self._limits.head_bytes and not self.transport.is_closing():
-            limit = f"Send at most {self._limits.head_bytes} bytes."
+        elif self._head > self.limits.head_bytes and not self.transport.is_closing():
+            limit = f"Send at most {self.limits.head_bytes} bytes."
             self.send_400_response(f"The head of the request is too large. {limit}")
 
     def on_message_begin(self) -> None:
-        """One request at a time. An error raised here or in the methods below is answered with status 400."""
+        """Allow one request at a time. Errors of this and the next methods are answered with status 400."""
         if self._answering():
             raise ValueError("the request before this one is not answered yet")
         self._complete = False
@@ -132,9 +125,9 @@ class _Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._known = self._known or has_key(self._key, self.headers)
+        self._known = self._known or has_key(self.key, self.headers)
         if self._known:
-            self._visitors.pop(self, None)
+            self.visitors.pop(self, None)
         self._stop_clock()  # the app limits the body's time and size itself
         super().on_headers_complete()
 
@@ -144,8 +137,8 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
-        if self._limits.keep_active:
-            self._visitors.pop(self, None)
+        if self.limits.keep_active:
+            self.visitors.pop(self, None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -154,11 +147,11 @@ class _Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def _join_visitors(self) -> None:
-        self._visitors.pop(self, None)
-        self._visitors[self] = None
-        if len(self._visitors) > self._max_visitors:
-            oldest = next(iter(self._visitors))
-            del self._visitors[oldest]
+        self.visitors.pop(self, None)
+        self.visitors[self] = None
+        if len(self.visitors) > self.max_visitors:
+            oldest = next(iter(self.visitors))
+            del self.visitors[oldest]
             oldest.transport.abort()
 
     def _answering(self) -> bool:
@@ -166,7 +159,7 @@ class _Connection(HttpToolsProtocol):
 
     def _start_clock(self) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self._limits.request_s, self._late)
+            self._deadline = self.loop.call_later(self.limits.request_s, self._late)
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:
@@ -180,17 +173,18 @@ class _Connection(HttpToolsProtocol):
         if self._complete:
             self.transport.close()  # nothing came: a browser's spare connection needs no answer
         else:
-            late = f"The request did not arrive within {self._limits.request_s:g} s."
+            late = f"The request did not arrive within {self.limits.request_s:g} s."
             self.send_400_response(f"{late} Send it again.")
 
 
-def limited_http(limits: Limits, max_visitors: int, key: str) -> Any:
-    """The value of uvicorn's option `http`: a protocol with these limits for one server."""
-    return partial(_Connection, limits=limits, visitors={}, max_visitors=max_visitors, key=key)
+def limited_http(limits: Limits, max_visitors: int, key: str) -> type[HttpToolsProtocol]:
+    """Make a protocol with these limits, for the option `http` of one uvicorn server."""
+    shared = {"limits": limits, "max_visitors": max_visitors, "key": key, "visitors": {}}
+    return type("Connection", (_Connection,), shared)
 
 
 def open_files(wanted: int) -> int:
-    """Let this process open `wanted` files, or as many as the system allows. Returns that number."""
+    """Let this process open `wanted` files, or fewer if the system's limit is lower. Returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # on Linux, neither is RLIM_INFINITY
     allowed = min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
@@ -219,8 +213,8 @@ class _Server(uvicorn.Server):
 def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: Any) -> None:
     """Serve `app` with uvicorn's `options` until SIGTERM or SIGINT; then the process ends within 30 s."""
     server = _Server(uvicorn.Config(app, **options))
-    # After it has stopped, uvicorn restores this handler and raises SIGTERM again: an ordinary exit, which
-    # removes temporary folders.
+    # After uvicorn has stopped, it restores this handler and raises SIGTERM again. The handler then exits
+    # in the ordinary way, which removes temporary folders.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with suppress(KeyboardInterrupt):
         server.run(sockets)
@@ -231,7 +225,7 @@ def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: A
 class Lane:
     """Requests that share limits: `capacity` units in use at the same time, and `seconds` for each request.
 
-    A quarter of the capacity is reserved for clients with the key, and one visitor gets at most a quarter.
+    A quarter of the capacity is reserved for clients with the key. A visitor can use a quarter (at least 1).
     """
 
     def __init__(self, capacity: int, seconds: float | None = None) -> None:
@@ -256,28 +250,25 @@ class Lane:
 
 
 class LogLimit(logging.Filter):
-    """Lets each line of code log `per_minute` records a minute. If some were dropped, and the same line logs
-    in the next minute, its first record there says how many."""
+    """Lets each line of code log `per_minute` records a minute. After some were dropped, the next record of
+    the same line says how many."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._limit, self._clock, self._minute = per_minute, clock, 0
-        self._seen, self._dropped = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        self._rate, self._dropped = RateLimit(per_minute / 60, per_minute, clock), Counter[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        minute = int(self._clock() / 60)
-        if minute != self._minute:
-            self._dropped = self._seen - Counter(dict.fromkeys(self._seen, self._limit))
-            self._minute, self._seen = minute, Counter()
-        source = (record.pathname, record.lineno)
+        source = f"{record.pathname}:{record.lineno}"
+        if self._rate.spend(source, 1):
+            self._dropped[source] += 1
+            return False
         if dropped := self._dropped.pop(source, 0):
             record.msg = f"({dropped} similar lines were dropped) {record.msg}"
-        self._seen[source] += 1
-        return self._seen[source] <= self._limit
+        return True
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON; `extra={"fields": {...}}` adds to it."""
+    """Formats a record as one line of JSON; `extra={"fields": {...}}` adds fields to the line."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

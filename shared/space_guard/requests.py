@@ -1,4 +1,4 @@
-"""Checks the key, body and rate of a request, and builds the answers that refuse one."""
+"""Checks the key, body and rate of a request, and builds the answers to refused requests."""
 
 import asyncio
 import hmac
@@ -17,7 +17,7 @@ _KEY_HEADER = KEY_HEADER.lower().encode()
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
 SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
 CLOSE = {"Connection": "close"}  # for refusals that leave the rest of the body unread
-_EXCESS = 8 << 20  # bytes read beyond the limit: many clients read a refusal only after they sent all
+_EXCESS = 8 << 20  # bytes read beyond the limit, because many clients read a refusal only after sending all
 
 
 class Problem(BaseModel):
@@ -63,7 +63,7 @@ def no_key(headers: Headers, secret: str) -> HTTPException:
 
 
 async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
-    """Read the complete body. Raises `HTTPException`: 408 if it is late, 413 if it is longer than `limit`."""
+    """Read the complete body. Raises `HTTPException`: 408 if late, 413 if longer than `limit`."""
     body, size, more = bytearray(), 0, True
     try:
         async with asyncio.timeout(seconds):
@@ -100,7 +100,7 @@ class RateLimit:
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
     def spend(self, client: str, cost: float) -> float:
-        """Charge a client `cost` (at most `burst`). Returns 0, or the seconds until it can pay, uncharged."""
+        """Charge a client; `cost` must be at most `burst`. Returns 0, or the seconds until it can pay."""
         now = self._clock()
         until = max(now, self._paid_until.get(client, now)) + cost / self._per_second
         if until > now + self._ahead_s:

@@ -8,7 +8,6 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
@@ -52,25 +51,42 @@ HeaderText = Annotated[str, AfterValidator(_header_text)]
 
 
 class SpaceSettings(BaseModel):
-    """The settings of a Space: each field is the environment variable `PREFIX` + its name."""
+    """The settings of a Space: each field is the environment variable `PREFIX` + the field's name.
+
+    On the Hub, a Space needs a key that cannot be guessed, unless its setting `OPENING` is true.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     PREFIX: ClassVar[str]
+    OPENING: ClassVar[str]
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
         """The settings in `environ`. Raises `SettingsError`."""
-        prefix, own = cls.PREFIX, [name for name in environ if name.startswith(cls.PREFIX)]
+        prefix, problems = cls.PREFIX, dict[str, str]()
+        own = {name.removeprefix(prefix): value for name, value in environ.items() if name.startswith(prefix)}
+        if "SPACE_ID" in environ:
+            if 0 < len(key := own.get("KEY", "")) < MIN_KEY_LENGTH:
+                problems[f"{prefix}KEY"] = f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"
+            elif not key and own.get(cls.OPENING, "").lower() != "true":
+                problems[f"{prefix}KEY"] = "not set"
         try:
-            return cls.model_validate({name.removeprefix(prefix).lower(): environ[name] for name in own})
+            settings = cls.model_validate({name.lower(): value for name, value in own.items()})
+            problems |= settings.problems(environ)
         except ValidationError as error:
             known = ", ".join(prefix + field.upper() for field in cls.model_fields)
             unknown = f"there is no such variable; the variables are {known}"
-            words, problems = {"missing": "not set", "extra_forbidden": unknown}, {}
+            words = {"missing": "not set", "extra_forbidden": unknown}
             for found in error.errors():  # without the values, which may be secrets
                 said = found["msg"].removeprefix("Value error, ").lower()
                 problems[f"{prefix}{found['loc'][0]}".upper()] = words.get(found["type"], said)
-            raise SettingsError(problems) from None
+        if problems:
+            raise SettingsError(problems)
+        return settings
+
+    def problems(self, environ: Mapping[str, str]) -> Problems:
+        """What is wrong with fields that have the right types, and with other variables."""
+        return {}
 
     @classmethod
     def listen_address(cls, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -82,34 +98,13 @@ class SpaceSettings(BaseModel):
         )
 
 
-def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str, str]:
-    """What is wrong with a Space's key; empty if nothing is. On the Hub, a Space needs one of two
-    variables: `key`, with a value that cannot be guessed, or `opening`, set to true."""
-    value = environ.get(key, "")
-    if not value and environ.get(opening, "").lower() != "true":
-        return {key: "not set"}
-    if 0 < len(value) < MIN_KEY_LENGTH:
-        return {key: f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"}
-    return {}
-
-
-@dataclass(frozen=True)
-class Need:
-    """A variable or a secret of the Space."""
-
-    kind: str
-    purpose: str = ""
-    example: str = ""
-
-
 class Setup:
     """How one Space explains its setup."""
 
     def __init__(self, space: str, then: str, needs: Path) -> None:
-        """`space`: the kind of Space, for the title. `then`: what it shows when it is set up. `needs`: a file
-        with a table for each variable and secret."""
-        self.space, self.then = space, then
-        self.needs = {name: Need(**need) for name, need in tomllib.loads(needs.read_text()).items()}
+        """`space`: the kind of Space, for the title. `then`: what the set-up Space shows. `needs`: a file
+        with a table for each variable and secret: its `kind`, `purpose` and `example`."""
+        self.space, self.then, self.needs = space, then, tomllib.loads(needs.read_text())
 
     def sentence(self, problems: Problems) -> str:
         return f"This Space is not set up. Open its {_WHERE}: {listed(problems)}."
@@ -118,7 +113,7 @@ class Setup:
         """The app of a Space that is not set up: the page at /, its state at /health, and 503 elsewhere."""
         state, sentence = "not set up", self.sentence(problems)
         # Trainers read a replica's `state` and an environment's `status`; clients of a replica read `error`,
-        # and those of an environment `detail`.
+        # and clients of an environment read `detail`.
         body = {"status": state, "state": state, "detail": sentence, "error": sentence}
 
         async def answer(request: Request, _: Exception) -> Response:
@@ -137,16 +132,15 @@ class Setup:
         return answer
 
     def page(self, problems: Problems) -> str:
-        """The setup page. It reloads itself, so the Space's own page appears once the Space is set up."""
-        needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
+        """The setup page. The page reloads itself, so the Space's own page appears after the setup."""
         items = ""
-        for name, need in needs.items():
-            problem = problems.get(name, "")
+        for name in {**self.needs, **problems}:
+            problem, need = problems.get(name, ""), self.needs.get(name, {})
             items += f'<li class="{"missing" if problem else "fine"}">'
-            items += f"<h2><code>{escape(name)}</code> <small>{need.kind}</small></h2>"
+            items += f"<h2><code>{escape(name)}</code> <small>{need.get('kind', 'variable')}</small></h2>"
             items += f'<p class="problem">{escape(problem)}</p>' if problem else ""
-            items += f"<p>{escape(need.purpose)}</p>" if need.purpose else ""
-            items += f"<pre>{escape(need.example)}</pre></li>" if problem and need.example else "</li>"
+            items += f"<p>{escape(need['purpose'])}</p>" if need else ""
+            items += f"<pre>{escape(need['example'])}</pre></li>" if problem and need else "</li>"
         return _PAGE.substitute(
             space=self.space,
             then=self.then,

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from bench.fleet.__main__ import Figures
+from bench.fleet.__main__ import STANDARD, Figures
 from bench.fleet.clock import Clock, Pipe
 from bench.fleet.hub import Limits, Link, SimBucket, Sized
 from bench.fleet.machines import Fleet, Region, Scenario
@@ -26,6 +26,8 @@ from tests.support.hubsim import HubSim
 
 HUB = read()["hub"]
 SMALL = Scenario(HUB["weights"], 0.01, replicas=2, step_s=3, minutes=3, link=1e9, event_s=0.0)
+# Processor time of a follower per version: of 16 in one process, by psutil while `bench.hub` measured them.
+FOLLOWER_S = 0.0132
 SIZES = (
     1000,
     9 << 20,
@@ -114,21 +116,25 @@ def test_simulated_clients_make_the_requests_of_the_real_ones(tmp_path, monkeypa
     assert found == real
 
 
-@pytest.mark.parametrize("way", ["events", "polling"])
-def test_lags_and_requests_are_those_measured(way):
+@pytest.mark.parametrize(("followers", "way"), [(1, "events"), (1, "polling"), (16, "events")])
+def test_lags_and_requests_are_those_measured(followers, way):
     measured = HUB["latencies"]["0.1"]
-    published, taken = measured["hand-over to HEAD"], measured[f"HEAD to staged, 1 follower, {way}"]
+    published = measured["hand-over to HEAD"]
+    taken = measured[f"HEAD to staged, {followers} follower{'s' if followers > 1 else ''}, {way}"]
     request_s = published["seconds"] / published["in_turn"]  # with what the client itself does for it
-    asked = replace(SMALL, replicas=1, minutes=10, latency=request_s, regions=(Region(request_s, 1e9),))
-    asked = replace(asked, step_s=3.1, assets=POLICY, events=way == "events")
-    one = Figures(Fleet(asked).run())
-    kinds = {
-        name: count / one.versions for (role, name), count in one.fleet.hub.kinds.items() if role == "replica"
-    }
+    asked = replace(SMALL, replicas=followers, minutes=10, step_s=3.1, assets=POLICY, events=way == "events")
+    asked = replace(asked, latency=request_s, regions=(Region(request_s, 1e9),))
+    if followers > 1:  # they were threads of one process
+        asked = replace(asked, core_s=FOLLOWER_S / taken["requests"])
+    some = Figures(Fleet(asked).run())
+    kinds = Counter()
+    for (role, name), count in some.fleet.hub.kinds.items():
+        kinds[name] += count / some.versions / followers if role == "replica" else 0
     for name in ("GET /buckets/...", "GET /cas-bridge/..."):
         assert kinds[name] == pytest.approx(taken["kinds"][name], abs=0.05)
     after_head = request_s  # whether another trainer took over
-    assert one.lag == pytest.approx(published["seconds"] - after_head + taken["seconds"], rel=0.2)
+    lag = some.p95 if followers > 1 else some.lag  # measured: until the last follower has staged
+    assert lag == pytest.approx(published["seconds"] - after_head + taken["seconds"], rel=0.2)
 
 
 def test_a_seed_gives_the_same_run_again():
@@ -179,8 +185,18 @@ def test_each_rank_publishes_a_part_and_plan_predicts_lag_and_requests():
     taken = one.fleet.hub.kinds["replica", "GET /cas/v2/reconstructions"] / 4 / one.versions
     assert taken == pytest.approx(12, rel=0.05) if parts[0].size > DIRECT else taken == 0
     alone = Figures(Fleet(replace(asked, ranks=1)).run())
-    assert alone.lag > 1.5 * one.lag
+    assert alone.lag > 1.3 * one.lag
     assert alone.fleet.versions[-1].delta[0].size > DIRECT
+
+
+def test_a_trillion_weights_are_served_within_ten_seconds_and_catch_up_within_five_minutes():
+    """As planned and as simulated: 64 ranks, 32 replicas of 16 workers, links of 16 GB/s."""
+    asked = replace(STANDARD["10^12, links of 16 GB/s", "Team"], minutes=10)
+    assert (asked.ranks, asked.replicas, asked.workers, asked.share) == (64, 32, 16, 0.01)
+    plan = Plan(Question(10**12, 0.01, 32, 16e9, cores=asked.cores, ranks=64, workers=16))
+    assert plan.hand_over_to_serving_s < 10
+    assert plan.behind_s < 300
+    assert Figures(Fleet(asked).run()).lag == pytest.approx(plan.hand_over_to_serving_s, rel=0.1)
 
 
 def test_ranks_publish_in_step_while_the_store_is_down_and_steps_are_merged():

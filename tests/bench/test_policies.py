@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from bench import tiny_policy as tiny
 from bench.research import held_out, imitation, wordle_policy
 from bench.research.tokens import build_tokenizer
 from bench.research.wordle_policy import Teacher, read_words, secrets_of
@@ -19,7 +20,6 @@ from env_space import game as env
 from env_space.app import create_app
 from env_space.game import Rules
 from env_space.settings import Settings
-from examples import tiny_policy as tiny
 from tests.support.serving import serving
 from trainer import policies
 from trainer.policies import smollm2

@@ -141,7 +141,7 @@ def _play(setting: Setting, keys: dict[str, str], rng: Random, folder: Path, tal
 def _base(folder: Path) -> Path:
     """A checkpoint, made by another process: transformers leaves a thread behind."""
     base = folder / "base"
-    command = [sys.executable, "examples/tiny_policy.py", str(base)]
+    command = [sys.executable, "bench/tiny_policy.py", str(base)]
     subprocess.run(command, check=True, capture_output=True)
     return base
 

@@ -99,7 +99,8 @@ def test_many_games_at_once_over_plain_http(tmp_path):
 def test_a_wrong_setting_stops_the_start_with_a_sentence(tmp_path):
     stopped = Space(tmp_path / "log", WORDLE_ANSWERS="1000000")
     assert stopped.process.wait(PATIENCE_S) == 1
-    assert stopped.stop().startswith("The Wordle Space cannot start: There are ")
+    said = "The Wordle Space cannot start: correct these variables: WORDLE_ANSWERS: there are only"
+    assert stopped.stop().startswith(said)
     assert "Traceback" not in stopped.stop()
 
 
@@ -209,7 +210,7 @@ def send_on(opened, more):
 def test_a_client_that_reads_nothing_is_cut_off(soon):
     words = b"GET /words HTTP/1.1\r\nHost: wordle\r\n\r\n"
     options = server_options(KEY)
-    visitors = options["http"].keywords["visitors"]
+    visitors = options["http"].visitors
     with serving(create_app(Settings()), **options) as url, link(url, words, buffer=4096) as opened:
         assert opened.recv(1) == b"H"
         waiting.soon(lambda: not visitors, "the connection is still counted")

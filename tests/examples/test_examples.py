@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,9 @@ ALONE = QUIET | {"PATH": os.environ["PATH"]}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny policy in it, far from the checkout."""
+    """A folder with the small policy in it, far from the checkout."""
     place = tmp_path_factory.mktemp("place")
-    runpy.run_path(str(EXAMPLES / "tiny_policy.py"))["build"](str(place / "policy"))
+    shutil.copytree(EXAMPLES.parent / "trainer" / "policies" / "wordle-tiny", place / "policy")
     return place
 
 
@@ -75,7 +76,7 @@ def test_a_trl_script_and_a_vllm_meet_in_the_bucket_only(place, tmp_path):
     """TRL's own trainer and rollout worker, and vLLM's own server with the plugin."""
     (tmp_path / "bucket").mkdir()
     url = f"{(tmp_path / 'bucket').as_uri()}#trl"
-    with served(place / "policy", url, tmp_path, **{"max-model-len": 512}) as vllm:
+    with served(place / "policy", url, tmp_path, **{"max-model-len": 256}) as vllm:
         run(place, sys.executable, str(EXAMPLES / "trl_script.py"), "policy", url, vllm.url, "6")
         newest = open_run(url).manifest()
         assert vllm.wait_for(newest.version)["digest"] == newest.digest

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.model import find, whole_parts
 from delta_weight_sync import codec, digest
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.errors import CodecError
@@ -22,7 +23,7 @@ State = dict[str, torch.Tensor]
 
 
 def diff(mirror: Mirror, state: State) -> Found:
-    return mirror.find(Part(name, tensor, Block.whole(tensor.shape), True) for name, tensor in state.items())
+    return find(mirror, whole_parts(state.items()))
 
 
 def started(place: str, state: State, *, finite: bool = False) -> Mirror:
@@ -149,7 +150,7 @@ def test_tensors_that_are_made_for_a_hand_over_are_let_go(monkeypatch):
             yield Part(name, made, Block.whole(made.shape), False)
 
     monkeypatch.setattr("delta_weight_sync.publish.mirror._HELD", 5 * 4000)
-    found = mirror.find(gathered())
+    found = find(mirror, gathered())
     mirror.keep(found)
     assert max(most) <= 8
     assert [patch.name for patch in found.patches] == list(state)

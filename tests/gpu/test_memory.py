@@ -12,8 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_weight_sync.gpu import SideStream, free_bytes, pin
+from delta_weight_sync.gpu import free_bytes, pin
+from tests.gpu.interpreted import interpreted
 
+publish_gpu = interpreted("delta_weight_sync.publish._gpu")
 CUDA = torch.device("cuda", 0)
 
 
@@ -81,10 +83,12 @@ def test_the_mirror_is_read_behind_the_last_write_and_nothing_else(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: second)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(done.append(stream)))
-    side_stream, memory = SideStream(CUDA), torch.ones(3)
-    assert torch.equal(side_stream.read(memory), memory)
-    side_stream.mark_written()
-    side_stream.read(memory)
+    monkeypatch.setattr(torch.accelerator, "device_index", contextlib.nullcontext)
+    tiles = SimpleNamespace(count=0, entries=None, owners=None)
+    diff, memory = publish_gpu.DeviceDiff(CUDA), torch.ones(3)
+    assert torch.equal(diff.read(memory), memory)
+    diff.keep(SimpleNamespace(tiles=tiles, book=None, found=None))  # with no tile, nothing is launched
+    diff.read(memory)
     assert done == [second, second, "written"]
 
 

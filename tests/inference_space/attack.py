@@ -29,8 +29,6 @@ BODIES = [
     PLAIN | {"prompt": [[1]] * 10_000},
     PLAIN | {"structured_outputs": {"regex": "(((a{99}){99}){99}){99}"}, "truncate_prompt_tokens": 1},
     PLAIN | {"best_of": 1000, "use_beam_search": True},
-    PLAIN | {"structured_outputs": {"regex": ".*" * 7900 + "x"}},
-    PLAIN | {"structured_outputs": {"json": {"type": "string", "maxLength": 299}}},
 ]
 NO_EVENTS: list[dict] = [{"data": [1] * 4000}]
 NO_EVENTS += [{"fn_index": 9999, "data": []}, {"fn_index": 0, "data": [{"path": "/etc"}]}]

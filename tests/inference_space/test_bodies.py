@@ -5,13 +5,11 @@ import json
 import logging
 
 import pytest
-from starlette.exceptions import HTTPException
 
 from delta_weight_sync.store import open_bucket
 from env_space.watch import Replica
 from inference_space.gate import (
     BYTES_PER_TOKEN,
-    COMPILING,
     MAX_BODY,
     OTHER_BYTES,
     Completions,
@@ -35,10 +33,6 @@ def read(**fields) -> int:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"structured_outputs": {"choice": ["a"] * 129}}, "at most 128"),
-        ({"structured_outputs": {"grammar": "x" * (16 << 10)}}, "structured_outputs is too large"),
-        ({"response_format": {"json_schema": {"x": "y" * (16 << 10)}}}, "response_format is too large"),
-        ({"tools": [{"function": {"name": "x" * (16 << 10)}}]}, "tools is too large"),
         ({"truncate_prompt_tokens": 8}, "'truncate_prompt_tokens' is not accepted here: leave it out"),
         ({"use_beam_search": True}, "leave it out"),
         ({"chat_template": "{{ 1 }}"}, "leave it out"),
@@ -60,47 +54,28 @@ def test_an_expensive_request_is_refused(fields, sentence):
         read(**fields)
 
 
-def strings(**limits) -> dict:
-    return {"properties": {"a": {"type": "string", **limits}}}
-
-
-SLOW = [{"regex": ".*" * 500 + "x"}, {"grammar": "root ::= " + "[a-z]* " * 128}]
-SLOW += [{"json": strings(pattern="x?" * 128)}, {"json": json.dumps(strings(pattern="(a|b)*" * 128))}]
-SLOW += [{"json": {"properties": {f"{n}": strings(maxLength=1000) for n in range(4)}}}]
-SLOW += [{"json": [strings(maxLength=length) for length in (float("nan"), 1e9, -1e9, 10**30)]}]
-SLOW += [{"regex": "".join(f".{{1,{n}}}" for n in range(300, 304))}]
-SLOW += [{"structural_tag": json.dumps({"format": {"pattern": "x+" * 128}})}]
-SLOW += [
-    {"json": {"patternProperties": {"x?" * 128: {}}}},
-    {"json": strings(format="email") | {"a": [{"format": "uri"}] * 100}},
-]
+TOOLS = [{"type": "function", "function": {"name": "guess"}}]
 
 
 @pytest.mark.finding("N7")
-@pytest.mark.parametrize("outputs", SLOW, ids=lambda outputs: str(outputs)[:40])
-def test_a_grammar_that_compiles_for_long_is_refused(outputs):
-    with pytest.raises(ValueError, match="s to compile, and at most 20 s are allowed"):
-        read(structured_outputs=outputs)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"regex": ".*" * 500 + "x"}},
+        {"response_format": {"type": "json_object"}},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "required"},
+    ],
+)
+def test_only_clients_with_the_key_have_grammars_compiled(fields):
+    """vLLM compiles some of them for minutes, even if the client hangs up."""
+    assert read(**fields) == 1
+    with pytest.raises(ValueError, match="only clients with the key may send structured_outputs"):
+        READER.read(json.dumps(PLAIN | fields).encode(), "a visitor")
 
 
-@pytest.mark.finding("N7")
-def test_a_client_has_new_grammars_compiled_at_a_rate_and_known_ones_always():
-    now = [0.0]
-    reader = Completions(lambda: CONTEXT, 64, RateLimit(*COMPILING, clock=lambda: now[0]))
-
-    def ask(number: int, client: str | None = None) -> None:
-        outputs = {"regex": f".{{1,300}}{number}"}
-        reader.read(json.dumps(PLAIN | {"structured_outputs": outputs}).encode(), client)
-
-    for number in range(3):
-        ask(number)
-    with pytest.raises(HTTPException, match="too long to compile") as refused:
-        ask(3)
-    assert refused.value.status_code == 429
-    ask(0)
-    ask(3, "another")
-    now[0] += 30.0
-    ask(4)
+def test_a_visitor_may_describe_tools_that_the_policy_calls_in_its_text():
+    READER.read(json.dumps(PLAIN | {"tools": TOOLS, "tool_choice": "none"}).encode(), "a visitor")
 
 
 @pytest.mark.finding(4)

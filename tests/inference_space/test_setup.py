@@ -20,8 +20,9 @@ from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store.notifications import Notifications
 from inference_space.app import main
 from inference_space.public_port import SpaceFollower
-from inference_space.settings import SETUP, Settings, find_problems
+from inference_space.settings import SETUP, Settings
 from inference_space.vllm_server import VllmServer
+from space_guard.setup import Problems, SettingsError
 from tests.env_space.service import Space
 from tests.support.buckets import CountedBucket
 from tests.support.waiting import PATIENCE_S, soon
@@ -32,6 +33,13 @@ SET_UP = {
     "REPLICA_RUN": "first",
     "REPLICA_KEY": "four-random-words-in-a-row",
 }
+WRONG = "replica: correct these variables: "
+
+
+def find_problems(environ: dict[str, str]) -> Problems:
+    with pytest.raises(SettingsError) as refused:
+        Settings.read(environ)
+    return refused.value.problems
 
 
 @pytest.mark.parametrize("name", ["REPLICA_BUCKET", "REPLICA_RUN", "REPLICA_KEY"])
@@ -44,9 +52,8 @@ def test_each_variable_that_is_missing_is_named_with_its_purpose(name):
         refused = [client.get("/ready"), client.get("/status"), client.post("/v1/completions", json={})]
     assert (home.status_code, health.status_code) == (200, 200)
     assert "Variables and secrets" in home.text
-    need = SETUP.needs[name]
     item = home.text.split(f"<code>{name}</code>")[1].split("</li>")[0]
-    assert f"<small>{need.kind}</small>" in item
+    assert f"<small>{SETUP.needs[name]['kind']}</small>" in item
     assert "not set" in item
     assert home.text.count('class="missing"') == 1
     assert [answer.status_code for answer in refused] == [503] * 3
@@ -74,8 +81,8 @@ def test_each_variable_that_cannot_be_used_is_named_and_no_value_of_a_secret_is_
 
 
 def test_a_set_up_space_starts_and_open_inference_needs_no_key():
-    assert find_problems(SET_UP) == {}
-    assert find_problems(SET_UP | {"REPLICA_KEY": "", "REPLICA_OPEN_INFERENCE": "true"}) == {}
+    assert Settings.read(SET_UP).key
+    assert Settings.read(SET_UP | {"REPLICA_KEY": "", "REPLICA_OPEN_INFERENCE": "true"}).open_inference
 
 
 @pytest.mark.full
@@ -96,12 +103,11 @@ def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "replica: correct these variables: REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
-        ({"REPLICA_BUCKET": "file:///tmp/none", "REPLICA_RUN": "a b"}, "replica: 'a b' is not a run name"),
-        ({"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"}, "replica: 'ftp://x' is not"),
+        ({}, f"{WRONG}REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
+        ({"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"}, f"{WRONG}REPLICA_BUCKET: 'ftp://x' is not"),
         (
             {"REPLICA_BUCKET": "file:///tmp", "REPLICA_RUN": "a", "REPLICA_FOLDER": "/tmp"},
-            "replica: correct these variables: REPLICA_FOLDER: /tmp may be written to by every user",
+            f"{WRONG}REPLICA_FOLDER: /tmp may be written to by every user",
         ),
     ],
 )
@@ -123,11 +129,11 @@ def wordle(hub_env):
 @pytest.mark.parametrize(
     ("token", "bucket", "name", "said"),
     [
-        ("", "team/wordle", "HF_TOKEN", "not set, and hf://buckets/team/wordle is private or does not exist"),
-        ("hf_typo", "team/wordle", "HF_TOKEN", "does not know this token: it is wrong or expired"),
-        ("hf_expired", "team/wordle", "HF_TOKEN", "does not know this token: it is wrong or expired"),
-        ("hf_free", "team/wordle", "REPLICA_BUCKET", "or the token in HF_TOKEN may not read it"),
-        ("hf_bucket_read", "team/other", "REPLICA_BUCKET", "or the token in HF_TOKEN may not read it"),
+        ("", "team/wordle", "HF_TOKEN", "HF_TOKEN is not set"),
+        ("hf_typo", "team/wordle", "HF_TOKEN", "the token is wrong or expired"),
+        ("hf_expired", "team/wordle", "HF_TOKEN", "the token is wrong or expired"),
+        ("hf_free", "team/wordle", "REPLICA_BUCKET", "set HF_TOKEN to a token that may see it"),
+        ("hf_bucket_read", "team/other", "REPLICA_BUCKET", "set HF_TOKEN to a token that may see it"),
         ("hf_read", "team/wrdle", "REPLICA_BUCKET", "hf://buckets/team/wrdle does not exist"),
     ],
 )

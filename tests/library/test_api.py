@@ -20,7 +20,7 @@ def test_every_public_name_exists():
 
 
 def test_every_error_has_the_root_a_builtin_and_a_kind():
-    builtins = (RuntimeError, ValueError, FileNotFoundError, ImportError)
+    builtins = (RuntimeError, ValueError, LookupError, FileNotFoundError, ImportError)
     for name in delta_weight_sync.__all__:
         if name.endswith("Error") and name != "DeltaWeightSyncError":
             error = getattr(delta_weight_sync, name)
@@ -59,7 +59,7 @@ except ImportError as error:
     print(error)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert f"pip install 'delta-weight-sync[{extra}]'" in result.stdout, result.stderr
+    assert f"pip install '.[{extra}]'" in result.stdout, result.stderr
 
 
 def test_the_import_contract_names_every_private_module():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -262,18 +263,20 @@ def test_a_sync_is_the_sum_of_its_parts_and_the_slower_side_sets_the_pace():
     eight = Plan(Question(params=10**9, share=0.01, replicas=4, link=1e8, cores=8))
     assert eight.encode_s == pytest.approx(plan.encode_s / 4)
     assert eight.stage_s < plan.stage_s
-    assert eight.commit_s == plan.commit_s
+    assert eight.commit_s == pytest.approx(plan.commit_s / 4)
 
 
 def test_ranks_share_the_work_and_the_links_of_their_machines():
-    def planned(ranks: int, **more: int) -> Plan:
+    def planned(ranks: int, **more: Any) -> Plan:
         return Plan(Question(10**12, 0.01, replicas=32, link=1e9, ranks=ranks, workers=16, cores=32, **more))
 
     one, eight, many = map(planned, (1, 8, 64))
     assert (one.trainer_machines, eight.trainer_machines, many.trainer_machines) == (1, 1, 8)
     assert many.replica_machines == 2
-    for part in ("diff_s", "encode_s", "copy_state_s"):
+    for part in ("encode_s", "copy_state_s"):
         assert getattr(one, part) == pytest.approx(64 * getattr(many, part))
+    exchanged_s = 5e-9 * 10**10 / 64 + 7 / 8 * 6 * 10**10 / 8e9
+    assert many.diff_s == pytest.approx(one.diff_s / 64 + exchanged_s)
     assert eight.upload_s == pytest.approx(one.upload_s + 4 * 0.1), "one link; parts before the manifest"
     assert many.upload_s == pytest.approx(8 / 64 * many.delta / 1e9 + 10 * 0.1), "eight parts for each link"
     assert many.anchor_s == pytest.approx(one.anchor_s / 8)
@@ -281,11 +284,13 @@ def test_ranks_share_the_work_and_the_links_of_their_machines():
     for plan in (one, many):
         assert plan.fetch_s == pytest.approx(plan.delta / 1e9 + 8 * 0.1), "over one link"
     assert (one.join_anchor_s, one.stage_s, one.commit_s) == (many.join_anchor_s, many.stage_s, many.commit_s)
+    small = planned(64, encoding="small")
+    assert small.stage_s > 5 * many.stage_s, "the workers of a machine divide the decoding of `fast` only"
     assert (one.mirror, many.mirror) == (one.full, pytest.approx(one.full * 127 / 64**2))
     # All large parts are fetched together.
     slow = planned(64, latency=10.0)
     assert slow.fetch_s == pytest.approx(3 * 10 + 5 * 10 + slow.delta / 1e9)
-    assert many.join_deltas_s > one.join_deltas_s
+    assert many.join_deltas_s == pytest.approx(one.join_deltas_s)
     hour = planned(64, steps_per_hour=12)
     assert hour.api_requests == pytest.approx(32 * (2 + 5) + 2)
     default = Plan(Question(10**12, 0.01, replicas=32, link=1e9))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -236,6 +237,27 @@ def weights(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"weights")
     return path
+
+
+def test_a_checkout_fetches_all_deltas_together_and_after_a_failure_no_anchor_again(
+    written, tmp_path, monkeypatch
+):
+    reader, tried, plain = reader_of(written), threading.Event(), RunReader.fetch
+    manifest = reader.manifest()
+    together = threading.Barrier(len(manifest.deltas), action=lambda: tried.set() or 1 / 0)
+
+    def fetch(reader, ref, folder):
+        if ref in manifest.deltas and not tried.is_set():
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(PATIENCE_S)
+        return plain(reader, ref, folder)
+
+    monkeypatch.setattr(RunReader, "fetch", fetch)
+    with pytest.raises(ZeroDivisionError):
+        reader.checkout(manifest, tmp_path / "out")
+    monkeypatch.setattr(reader.bucket, "fetch", mock.Mock(wraps=reader.bucket.fetch))
+    reader.checkout(manifest, tmp_path / "out")
+    assert {call.args[0] for call in reader.bucket.fetch.mock_calls} == {ref.key for ref in manifest.deltas}
 
 
 def test_a_checkout_replaces_weights_that_are_divided_into_other_files(tmp_path):

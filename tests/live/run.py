@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench import tiny_policy as tiny
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
-from examples import tiny_policy as tiny
 from tests.live.replica import Replica
 
 

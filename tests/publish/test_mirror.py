@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.model import find
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.digest import tensor_digest
@@ -17,7 +18,21 @@ ODD = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40,
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True, params=[contextlib.nullcontext, forced], ids=["loops", "kernels"])
+@contextlib.contextmanager
+def threads() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in {
+            "util.THREADS": 3,
+            "codec._patch._CHUNK": 100,
+            "publish.mirror._TAKEN": 50,
+        }.items():
+            patch.setattr(f"delta_weight_sync.{name}", size)
+        yield
+
+
+@pytest.fixture(
+    autouse=True, params=[contextlib.nullcontext, threads, forced], ids=["loops", "threads", "kernels"]
+)
 def _by(request: pytest.FixtureRequest) -> Iterator[None]:
     with request.param():
         yield
@@ -34,7 +49,7 @@ def pairs(dtype: torch.dtype, numel: int = 5003) -> tuple[torch.Tensor, torch.Te
 
 def diff(kept: Mirror, tensor: torch.Tensor, block: Block | None = None) -> Patch:
     """What changed in the mirror's "w", or in a block of it, after which the mirror has it."""
-    found = kept.find([Part("w", tensor, block or Block.whole(tensor.shape), True)])
+    found = find(kept, [Part("w", tensor, block or Block.whole(tensor.shape), True)])
     kept.keep(found)
     return found.patches[0]
 
@@ -108,7 +123,7 @@ def test_what_was_found_is_in_the_mirror_only_once_it_is_kept():
     kept, new = Mirror(), torch.tensor([1.0, 3.0])
     kept.add("w", torch.tensor([1.0, 2.0]))
     before, digest = kept.bits("w").copy(), kept.digest
-    found = kept.find([Part("w", new, Block.whole(new.shape), True)])
+    found = find(kept, [Part("w", new, Block.whole(new.shape), True)])
     np.testing.assert_array_equal(kept.bits("w"), before)
     assert kept.digest == digest
     kept.keep(found)

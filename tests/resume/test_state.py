@@ -281,7 +281,7 @@ def test_a_state_of_other_weights_than_its_versions_is_refused(url, base):
         publisher.publish(weights.items())
         weights["w"] += 1
         publisher.save_state((weights | apart).items(), optimizer)
-    with Publisher(url, base) as publisher, pytest.raises(StateError, match="had changed since version 0"):
+    with Publisher(url, base) as publisher, pytest.raises(StateError, match="are not those of its version 0"):
         publisher.restore((weights | apart).items(), optimizer)
 
 

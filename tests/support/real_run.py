@@ -174,7 +174,7 @@ class RealRun(Drifting):
             if manifest.version == 0:
                 self._state = self.reader.checkout(manifest, Path(folder))
             else:
-                self.reader.apply(self._state, manifest.deltas[-1], Path(folder))
+                self.reader.apply(self._state, manifest.deltas[-1:], Path(folder))
         spent, digest = time.perf_counter() - started, to_hex(state_digest(self._state))
         common = {"t": time.time(), "replica": "reader", "version": manifest.version, "digest": digest}
         lag = time.time() - manifest.created_at

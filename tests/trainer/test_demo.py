@@ -16,9 +16,17 @@ import pytest
 from delta_weight_sync import gpu_build
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
 from tests.support.waiting import PATIENCE_S, soon
-from trainer.demo.__main__ import POLICIES, main, replica_settings, run_demo, trainer_command
+from trainer.demo.__main__ import (
+    POLICIES,
+    Progress,
+    main,
+    replica_settings,
+    run_demo,
+    summarize,
+    table,
+    trainer_command,
+)
 from trainer.demo.processes import ChildError, Processes, exclusive, free_port, interrupt_once
-from trainer.demo.summary import Progress, summarize, table
 
 
 def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -202,7 +210,7 @@ def test_a_demo_without_time_is_refused(minutes, monkeypatch, capsys):
 
 
 def test_lines_tell_what_is_left_of_the_time(capsys, monkeypatch):
-    monkeypatch.setattr("trainer.demo.summary.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("trainer.demo.__main__.time", SimpleNamespace(monotonic=lambda: now))
     now = 100.0
     progress = Progress(5)
     syncs = [event for event in events() if isinstance(event, SyncEvent)]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,9 @@ from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 from tests.support.http_server import answering as serving
 from tests.support.tls_hosts import OWN, STRANGER, Hosts, answering
-from trainer import observe, rollouts, spaces
+from trainer import observe, spaces
 from trainer.observe import ReplicaWatch
-from trainer.rollouts import Conversation, ReplicaRolloutLoop
+from trainer.rollouts import ReplicaRolloutLoop
 from trainer.spaces import Fleet, Spaces, SpacesUnavailableError
 from trainer.tasks.wordle import WordleEnv
 
@@ -76,12 +75,11 @@ def post(url: str) -> object:
     async def ask() -> object:
         async with aiohttp.ClientSession() as session:
             loop = object.__new__(ReplicaRolloutLoop)
-            loop.session, loop._writer_term, loop._max_staleness = session, 1, 4
-            loop._model_version_value = SimpleNamespace(value=0, inherited=0)
-            rollouts._conversation.set(Conversation())
+            loop.session, loop._max_staleness = session, 4
+            loop._model_version_value = SimpleNamespace(value=0)
             return await loop._request(f"{url}/v1/completions", {}, 10.0)
 
-    return contextvars.copy_context().run(asyncio.run, ask())
+    return asyncio.run(ask())
 
 
 def carried(requests: list[dict[str, str]]) -> set[tuple[str | None, str | None]]:

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from bench import tiny_policy as tiny
 from bench.research.tokens import build_tokenizer
 from env_space.app import create_app
 from env_space.settings import Settings
-from examples import tiny_policy as tiny
 from tests.support.http_server import Request, answering
 from tests.support.serving import serving
 from trainer.demo.processes import Processes, free_port

@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest
-from delta_weight_sync.vllm import cpu, routes
+from delta_weight_sync.vllm import cpu, routes, worker
 from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks, commit
 
 
@@ -139,6 +139,7 @@ def main(rank: int, ranks: int, port: int, folders: list[str]) -> None:
         cpu.install()
         os.environ["VLLM_DIST_IDENT"] = str(port)
     routes.install()
+    worker._MANY = 0  # as for large deltas, the ranks divide the decoding
     torch.set_num_threads(1)
     gc.freeze()  # vLLM collects garbage at each load, which would go through all that was imported
     for folder in folders:

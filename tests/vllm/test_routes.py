@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from delta_weight_sync import codec
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.vllm import routes
-from delta_weight_sync.vllm.memory import Changes, HostMemory, Table, find
+from delta_weight_sync.vllm.memory import HostMemory, Table, find
 from delta_weight_sync.vllm.routes import Geometry, part_of
 from tests.gpu.interpreted import interpreted
 
@@ -175,7 +175,7 @@ def patched(tensor: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor
 def write(route: routes.Route, index: torch.Tensor, ulps: torch.Tensor) -> None:
     table = Table({"w": route}, {"w": ()})
     patch = codec.Patch("w", route.shape, index.numpy(), ulps.numpy().view("uint16"))
-    step, _ = HostMemory(table).prepare(Changes.joined(find([codec.Decoded.of([patch])], table)))
+    step, _ = HostMemory(table).prepare(find([codec.Decoded.of([patch])], [table])[0])
     assert step.do()[0] == 0
 
 
@@ -358,7 +358,7 @@ def test_any_view_is_located_and_read_back(memory, data):
     table = Table(learned.routes, {"w": (0,)})
     index = np.array(sorted(chosen), np.int64)
     patch = codec.Patch("w", shape, index, (index + 1).astype(np.uint16))
-    write, _ = memory(table).prepare(Changes.joined(find([codec.Decoded.of([patch])], table)))
+    write, _ = memory(table).prepare(find([codec.Decoded.of([patch])], [table])[0])
     assert write.do()[0] == 0
     written = model.parameter.data.view(torch.int16).reshape(-1).tolist()
     assert {place: n for place, n in enumerate(written) if n} == {

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from delta_weight_sync.checkpoint import WEIGHTS, write_bits
-from delta_weight_sync.codec import groups
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.errors import CodecError, WeightsChangedError
 from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.memory import Changes, Step
-from delta_weight_sync.vllm.routes import Geometry, Piece, Route, learn, ownership
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 from delta_weight_sync.vllm.worker import DeltaWorker, Fallback, LiveWeights, Ranks, Staged
 from tests.gpu.interpreted import interpreted
 from tests.support.live_weights import delta, live
@@ -72,13 +71,15 @@ def load(state: dict[str, np.ndarray]) -> Model:
     return model
 
 
-@pytest.fixture(
-    autouse=True, params=[memory_module.HostMemory, device_memory.DeviceMemory], ids=["host", "device"]
-)
+@pytest.fixture(autouse=True, params=["host", "threads", "device"])
 def memory(request, monkeypatch):
-    """Each test on both: a GPU's kernels are interpreted, on tensors of the host."""
-    monkeypatch.setattr(worker, "memory_of", request.param)
-    return request.param
+    """Each test on all: with one thread, with several, and by a GPU's kernels, interpreted on the host."""
+    if request.param == "threads":
+        monkeypatch.setattr("delta_weight_sync.util.THREADS", 3)
+        monkeypatch.setattr(memory_module, "_SHARED", 1)
+    kind = device_memory.DeviceMemory if request.param == "device" else memory_module.HostMemory
+    monkeypatch.setattr(worker, "memory_of", kind)
+    return kind
 
 
 def assert_same(model: Model, state: dict[str, np.ndarray]) -> None:
@@ -134,34 +135,6 @@ def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(
         state, known = new, staged.digest
         assert weights.digest(known=True) == weights.digest() == known
     assert_same(model, state)
-
-
-def test_a_worker_decodes_only_groups_of_which_it_holds_a_part(tmp_path, monkeypatch, rng, state, model):
-    """As under pipeline and expert parallelism; what it holds is exact."""
-    held, decoded = {"out", "norm"}, list[str]()
-    learned = learn(model, SHAPES)
-    (owned,), _ = ownership(SHAPES, [learned.sources])
-    routes = {
-        name: route if name in held else Route(route.shape, ()) for name, route in learned.routes.items()
-    }
-    owned = {name: which if name in held else () for name, which in owned.items()}
-    weights = LiveWeights(routes, owned, Fallback(model, {}), Ranks(1))
-    new = {name: bits.copy() for name, bits in state.items()}
-    for bits in new.values():
-        bits.reshape(-1)[rng.integers(bits.size)] += 1
-    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 1)  # each tensor is a group
-    path, decode = delta(tmp_path / "delta.safetensors", state, new), groups.decode_group
-
-    def noted(group, names, *rest):
-        decoded.extend(names)
-        return decode(group, names, *rest)
-
-    monkeypatch.setattr(groups, "decode_group", noted)
-    staged = weights.stage([path], weights.digest())
-    worker.commit(staged.steps, Ranks(1).agree)
-    assert set(decoded) == held
-    assert staged.digest == weights.digest() == state_digest({name: new[name] for name in held})
-    assert_same(model, state | {name: new[name] for name in held})
 
 
 def test_several_deltas_are_staged_as_one(tmp_path, rng, state, model, weights):

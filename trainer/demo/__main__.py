@@ -1,7 +1,7 @@
 """Runs environment, replica (with the dashboard) and trainer on this machine, for `make demo`.
 
-Each is a process with its own settings. They share only URLs (the bucket is a folder) and a key pair. Both
-the dashboard and the lines that the demo prints show the run's log, which is in the bucket.
+Each of the three is a process with its own settings. They share only URLs; trainer
+and replica also share a key pair. The dashboard and the demo's own lines show the run's log, in the bucket.
 """
 
 import argparse
@@ -11,23 +11,37 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
+from typing import Any
 
 from delta_weight_sync import gpu_build
-from delta_weight_sync.runlog import RunLogReader
+from delta_weight_sync.errors import printable
+from delta_weight_sync.runlog import (
+    CommitEvent,
+    DoneEvent,
+    Event,
+    ReplicaEvent,
+    RunLogReader,
+    StepEvent,
+    SyncEvent,
+)
 from delta_weight_sync.signing import SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.util import size_text
 from trainer.demo.processes import ChildError, Processes, exclusive, free_port, interrupt_once
-from trainer.demo.summary import Progress, summarize, table
 
 RUN = "demo"
 # Trainer and replica share the machine: each uses one core, or a part of the GPU.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 _TRAINER = Path(__file__).parents[1]
 _GPU_SHARE = "--gpu-memory-utilization 0.3"
-_TRAINING = 0.9  # share of the time; the rest is for the last version to be published and served
+_TRAINING = 0.9  # share of the time for training; in the rest, the last version is published and served
 _POLL_S = 0.5
+_QUIET_S = 3.0
+_ENOUGH = 40  # with fewer steps, the rewards of the first and the last tenth are mostly chance
 
 
 @dataclass(frozen=True)
@@ -37,7 +51,7 @@ class Policy:
     config: str
     max_model_len: int
     max_num_seqs: int
-    kv_cache_mib: int  # on a CPU; a larger cache makes vLLM start more slowly
+    kv_cache_mib: int  # for a replica on a CPU; with a larger cache, vLLM starts more slowly
 
 
 POLICIES = {
@@ -46,13 +60,110 @@ POLICIES = {
 }
 
 
+class Progress:
+    """Prints the run's events as lines. Skips a step if the last line is less than three seconds old."""
+
+    def __init__(self, minutes: float) -> None:
+        self._started, self._all_s = time.monotonic(), 60 * minutes
+        self._said = 0.0  # when the last line was printed
+        self.events: list[Event] = []
+        self._serving, self._state = "none", ""  # the replica's version and state
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._all_s - self.seconds)
+
+    def say(self, line: str) -> None:
+        self._said = self.seconds
+        print(f"[{self.seconds:6.1f} s] {printable(line)}", flush=True)
+
+    def show(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.events.append(event)
+            match event:
+                case SyncEvent(version=0, payload_bytes=size):
+                    self.say(f"version 0 is in the bucket ({size_text(size)}, the whole policy)")
+                case CommitEvent(version=version):
+                    self._serving = f"v{version}"
+                case ReplicaEvent(version=None, error=error, state=state) if error and state != "unreachable":
+                    raise ChildError(f"the replica cannot serve: {printable(error)}")
+                case ReplicaEvent(state=state) if state != self._state:
+                    self._state = state
+                    self.say(f"replica: {state}")
+                case StepEvent(reward=reward) if reward is not None and self.seconds >= self._said + _QUIET_S:
+                    sync = next(e for e in reversed(self.events) if isinstance(e, SyncEvent))
+                    share, payload = 100 * sync.changed / sync.total, size_text(sync.payload_bytes)
+                    versions = f"trainer v{sync.version}, replica {self._serving}"
+                    changed = f"{payload}, {share:.2f} % changed  {self.left_s:.0f} s left"
+                    self.say(f"step {event.step:4}  reward {reward:6.3f}  {versions}  {changed}")
+                case DoneEvent(version=version):
+                    self.say(f"trained; the last version is {version}")
+
+
+def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, Any]:
+    """Derive all figures of a finished run from its log. `seconds` is the duration of the whole demo.
+
+    `verified` is true only if every replica has the trainer's last version, with the trainer's digest.
+    Rewards are means over the first and the last tenth of the steps. Figures of a sync are medians.
+    """
+    syncs = [e for e in events if isinstance(e, SyncEvent)]
+    deltas = [sync for sync in syncs if sync.version and sync.changed]
+    commits = [e for e in events if isinstance(e, CommitEvent) and not e.joined]
+    held = {e.replica: (e.version, e.digest) for e in events if isinstance(e, ReplicaEvent)}
+    done = next((e for e in reversed(events) if isinstance(e, DoneEvent)), None)
+    rewards = [e.reward for e in events if isinstance(e, StepEvent) and e.reward is not None]
+    tenth = max(1, len(rewards) // 10)
+    medians = {"changed": [sync.changed / sync.total for sync in deltas]}
+    medians |= {name: [getattr(e, name) for e in deltas] for name in ("payload_bytes", "publish_s")}
+    medians |= {name: [getattr(e, name) for e in commits] for name in ("pause_ms", "commit_ms", "lag_s")}
+    return {
+        "model": model,
+        "syncs": max(0, len(syncs) - 1),  # without version 0, which is published before the first step
+        "full_bytes": max((sync.full_bytes for sync in syncs), default=0),
+        "steps": len(rewards),
+        "reward_first": mean(rewards[:tenth] or [0.0]),
+        "reward_last": mean(rewards[-tenth:] or [0.0]),
+        "seconds": seconds,
+        "stopped_by": done.stopped_by if done else None,
+        "digest": done.digest if done else None,
+        "replicas": held,
+        "verified": done is not None and {*held.values()} == {(done.version, done.digest)},
+        **{name: median(values or [0.0]) for name, values in medians.items()},
+    }
+
+
+def table(summary: dict[str, Any]) -> str:
+    s, full, payload = summary, summary["full_bytes"], summary["payload_bytes"]
+    few = ", too few steps to judge" if s["steps"] < _ENOUGH else ""
+    limit = "step limit" if s["stopped_by"] == "steps" else "time limit"
+    smaller = f", 1/{full / payload:.0f} of a full sync" if payload else ""
+    rows = {
+        "model": f"{s['model']}, {size_text(full)} in bf16",
+        "time": f"{s['seconds']:.0f} s; ended by its {limit}",
+        "syncs": f"{s['syncs']} in {s['steps']} steps",
+        "reward": f"{s['reward_first']:.3f} -> {s['reward_last']:.3f}{few}",
+        "changed per sync": f"{100 * s['changed']:.2f} % of the weights (medians, here and below)",
+        "payload per sync": size_text(payload) + smaller,
+        "pause": f"{s['pause_ms']:.1f} ms, {s['commit_ms']:.1f} ms of it the commit",
+        "after a step": f"in the bucket in {s['publish_s']:.2f} s, in the replica in {s['lag_s']:.2f} s",
+        "trainer digest": s["digest"],
+        "replicas": ", ".join(f"{name} at v{v} ({digest})" for name, (v, digest) in s["replicas"].items()),
+        "verified": "yes: live weights equal the trainer's" if s["verified"] else "NO",
+    }
+    return "\n".join(f"  {name:18} {value}" for name, value in rows.items())
+
+
 def main() -> None:
     """`python -m trainer.demo [--policy NAME] [--minutes N] [--port N] [--folder DIR]`."""
     parser = argparse.ArgumentParser("python -m trainer.demo", description="Run the loop on this machine.")
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=float, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    files = "folder for the run's files; an earlier demo's are deleted; smollm2's checkpoint goes next to it"
+    files = "folder for the run; an earlier demo in it is deleted; smollm2's checkpoint goes next to it"
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < math.inf:
@@ -68,12 +179,12 @@ def main() -> None:
 
 
 def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
-    """Run the demo in `folder`, which must be empty or of an earlier demo. Raises `ChildError`."""
+    """Run the demo in `folder`, which must be new, empty or an earlier demo's. Raises `ChildError`."""
     if problem := gpu_build.problem():
         raise ChildError(problem)
     mark = folder / ".demo"
     if folder.exists() and not (folder.is_dir() and (mark.exists() or not any(folder.iterdir()))):
-        raise ChildError(f"{folder} holds other files: name an empty folder, or one of an earlier demo")
+        raise ChildError(f"{folder} holds other files: name an empty folder, or an earlier demo's folder")
     with exclusive(folder):
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "bucket").mkdir(parents=True)
@@ -93,7 +204,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
     games = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env), "WORDLE_REPLICA_URL": replica_url}
-    processes.start("env", ["env_space.app"], games, nice=10)  # it plays for rollouts, which have 10 as well
+    processes.start("env", ["env_space.app"], games, nice=10)  # on a CPU, rollouts have the same low priority
     replica = replica_settings(policy, bucket_url, space, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
@@ -123,7 +234,7 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     from trainer.policies import smollm2
 
     logging.disable_progress_bar()
-    progress.say("policy       SmolLM2-135M after imitation learning   (the first demo unpacks it)")
+    progress.say("policy       SmolLM2-135M after imitation learning   (unpacked at the first start)")
     return smollm2.build(folder.parent / "smollm2-reverse-text", "reverse_text")
 
 
@@ -147,7 +258,7 @@ def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -
 def trainer_command(
     policy: Policy, model: Path, bucket_url: str, replica_url: str, env_url: str
 ) -> list[str]:
-    """Module and arguments of the trainer, without its time limit."""
+    """The trainer's module and arguments, without the time limit."""
     command = ["trainer.train", "--config", str(_TRAINER / "configs" / policy.config), "--model", str(model)]
     command += ["--bucket", bucket_url, "--run", RUN, "--replicas", replica_url, "--env_url", env_url]
     return command if gpu_build.is_installed() else [*command, "--use_cpu", "true"]

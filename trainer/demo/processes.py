@@ -16,18 +16,18 @@ import psutil
 
 from delta_weight_sync.vllm import die_with_parent
 
-_TIMEOUT_S = 15.0  # for a child to end on request
+_TIMEOUT_S = 15.0  # time for the children to end after SIGTERM
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class ChildError(RuntimeError):
-    """The demo cannot start or go on. If a child process ended, the message names its log."""
+    """The demo cannot start or go on. If a child process ended, the message names the log of that child."""
 
 
 class Processes(contextlib.AbstractContextManager["Processes"]):
     """Starts `python -m <module>` children; leaving the block stops them and all their descendants.
 
-    If this process is killed, the kernel kills its children, and each of them ends its own the same way.
+    If this process is killed, the kernel kills its children. Each child must see to its own children.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,8 +38,8 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
     def start(
         self, name: str, arguments: list[str], env: Mapping[str, str], *, may_end: bool = False, nice: int = 0
     ) -> None:
-        """Run `python -m <arguments>` with these variables and this process's own. `may_end`: the child may
-        end before the block does. `nice`: how far to lower its priority."""
+        """Run `python -m <arguments>`, with `env` added to this process's variables. `may_end`: the child may
+        end before the block ends. `nice`: how far to lower the child's priority."""
         self._may_end |= {name} if may_end else set()
         with self.log(name).open("wb") as log, _signals_delayed():
             self._children[name] = subprocess.Popen(
@@ -48,8 +48,8 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C reaches this process only, which then stops its children. All stay in one session,
-                # because Linux compares nice values only within a session (its autogroup).
+                # So Ctrl-C reaches only this process, which stops its children. All processes stay in one
+                # session, because Linux compares nice values only within a session (an autogroup).
                 process_group=0,
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
@@ -58,7 +58,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         return self._folder / f"{name}.log"
 
     def finished(self, name: str) -> bool:
-        """True once that child ended well; raises `ChildError` if any child failed or ended too early."""
+        """Whether child `name` ended well. Raises `ChildError` if any child failed or ended too early."""
         for other, child in self._children.items():
             code = child.poll()
             if code is not None and (code != 0 or other not in self._may_end):
@@ -96,7 +96,7 @@ def interrupt_once() -> None:
 
 @contextmanager
 def _signals_delayed() -> Iterator[None]:
-    """Deliver the first signal after the block: none interrupts a child's start or the cleanup."""
+    """Deliver the first signal after the block, so no signal interrupts a child's start or the cleanup."""
     received: list[int] = []
     before = [(n, signal.signal(n, lambda number, _: received.append(number))) for n in _SIGNALS]
     try:
@@ -109,20 +109,18 @@ def _signals_delayed() -> Iterator[None]:
 
 
 def free_port(wanted: int = 0) -> int:
-    """Return `wanted`, or any free port of the loopback interface; raises `ChildError` if it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier demo's port is free again
-        try:
-            probe.bind(("127.0.0.1", wanted))
-        except OSError:
-            fix = f"choose another, for example: make demo PORT={wanted + 1}"
-            raise ChildError(f"port {wanted} is in use; {fix}") from None
-        return int(probe.getsockname()[1])
+    """Return port `wanted`, or any free port if `wanted` is 0. Raises `ChildError` if `wanted` is taken."""
+    try:
+        with socket.create_server(("127.0.0.1", wanted)) as probe:  # also binds a port that was just released
+            return int(probe.getsockname()[1])
+    except OSError:
+        fix = f"choose another, for example: make demo PORT={wanted + 1}"
+        raise ChildError(f"port {wanted} is in use; {fix}") from None
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Lock `folder` for this process; raises `ChildError` while another one holds the lock."""
+    """Lock `folder` for this process; raises `ChildError` while another process holds the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("a") as lock:
         try:

@@ -14,14 +14,14 @@ from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.doctor import Setup, examine
 from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
-from trainer.deploy.plan import CHECKOUT, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, page_files, write
+from trainer.deploy.plan import CHECKOUT, MARK, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, write
 
 Arguments = argparse.Namespace
 _CONFIG = CHECKOUT / "trainer" / "configs" / "qwen3_0_6b.yaml"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command. An error ends it with one sentence and exit status 1."""
+    """Run one command. After an error, print one sentence and exit with status 1."""
     arguments = _parser().parse_args(argv)
     try:
         arguments.run_command(connect(), arguments)
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--public", action="store_true", help="make the Spaces public; the bucket stays private")
     up.add_argument("--unsigned", action="store_true", help="let replicas serve versions without a signature")
     only = up.add_mutually_exclusive_group()
-    only.add_argument("--dry-run", type=Path, metavar="DIR", help="only write what it would upload to DIR")
+    only.add_argument("--dry-run", type=Path, metavar="DIR", help="only write to DIR what `up` would upload")
     only.add_argument("--static", type=Path, metavar="FOLDER", help="only upload a page, to a static Space")
     command("status", _status, "show state, version and cost of each Space")
     logs = command("logs", _logs, "show the log of a Space")
@@ -61,16 +61,20 @@ def _parser() -> argparse.ArgumentParser:
     down = command("down", _down, "delete the Spaces and keep the bucket")
     down.add_argument("--bucket", action="store_true", help="also delete the bucket, with all its runs")
     doctor = command("doctor", _doctor, "check everything that a deployment needs")
-    doctor.add_argument("--config", type=Path, default=_CONFIG, help="of the trainer (default: Qwen3-0.6B's)")
+    doctor.add_argument("--config", type=Path, default=_CONFIG, help="trainer config (default: Qwen3-0.6B's)")
     doctor.add_argument("--model", help="a Hub id, or the folder of a checkpoint; by default the config's")
     doctor.add_argument("--hardware", choices=GPUS, default="l4x1", help="GPUs of a replica (default: l4x1)")
     return parser
 
 
 def _up(api: HfApi, arguments: Arguments) -> None:
-    owner, name = arguments.owner, arguments.name
+    owner, name, private = arguments.owner, arguments.name, not arguments.public
     if arguments.static:
-        _up_page(api, arguments)
+        page = SpacePlan(f"{owner}/{name}{hub.PAGE}", arguments.static, MARK, (), "", None, private)
+        hub.Account(api).require_write(owner)
+        (space,) = hub.apply(api, owner, name, [page], {})
+        reach = ", which only accounts with access can open" if private else f", {space.url}"
+        print(f"\npage         {api.endpoint}/spaces/{space.repo_id}{reach}")
         return
     options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
     known = None if arguments.unsigned else keys.read_signing_keys(owner, name)
@@ -82,20 +86,12 @@ def _up(api: HfApi, arguments: Arguments) -> None:
         return
     hub.Account(api).require_write(owner)
     token = hub.require_read_only(api, os.environ.get("SPACE_HF_TOKEN", ""))
-    key = os.environ["SPACE_KEY"] = keys.space_key(owner)  # this process sends it, as a trainer does
+    key = os.environ["SPACE_KEY"] = keys.space_key(owner)  # this process sends the key, as a trainer does
     if trusted == NO_KEY_YET:
         plans = make_plan(owner, name, **options, trusted=_new_signing_key(api, owner, name))
     made = hub.apply(api, owner, name, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})
     wait_until_healthy(api, made, (key, token))
     print(_summary(arguments, plans, [space.url for space in made]))
-
-
-def _up_page(api: HfApi, arguments: Arguments) -> None:
-    local, owner = page_files(arguments.static), arguments.owner
-    hub.Account(api).require_write(owner)
-    space = hub.apply_page(api, owner, arguments.name, local, private=not arguments.public)
-    reach = f", {space.url}" if arguments.public else ", which only accounts with access can open"
-    print(f"\npage         {api.endpoint}/spaces/{space.repo_id}{reach}")
 
 
 def _new_signing_key(api: HfApi, owner: str, name: str) -> str:
@@ -140,7 +136,7 @@ to train, on a machine with a GPU:
 
 
 def _status(api: HfApi, arguments: Arguments) -> None:
-    print(hub.table(_own_spaces(api, arguments, page=True)))
+    print(hub.table(_own_spaces(api, arguments, page=None)))
 
 
 def _logs(api: HfApi, arguments: Arguments) -> None:
@@ -169,7 +165,7 @@ def _resume(api: HfApi, arguments: Arguments) -> None:
 
 def _down(api: HfApi, arguments: Arguments) -> None:
     bucket = f"{arguments.owner}/{arguments.name}"
-    for space in spaces_of(api, arguments.owner, arguments.name, page=True):
+    for space in spaces_of(api, arguments.owner, arguments.name, page=None):
         make_change(f"delete {space.repo_id}", api.delete_repo, space.repo_id, repo_type="space")
     if arguments.bucket:
         make_change(f"delete the bucket {bucket}", api.delete_bucket, bucket, missing_ok=True)
@@ -187,7 +183,7 @@ def _doctor(api: HfApi, arguments: Arguments) -> None:
         sys.exit(1)
 
 
-def _own_spaces(api: HfApi, arguments: Arguments, *, page: bool = False) -> list[Space]:
+def _own_spaces(api: HfApi, arguments: Arguments, *, page: bool | None = False) -> list[Space]:
     if not (spaces := spaces_of(api, arguments.owner, arguments.name, page=page)):
         raise DeployError(f"{arguments.owner} has no Spaces called {arguments.name}-*: run `up` to make them")
     return spaces

@@ -1,6 +1,6 @@
 """Checks everything that a deployment and a trainer need, and names the fix for each problem.
 
-The checks also work before the first `up`: what `up` will make may be missing.
+The checks also work before the first `up`: nothing that `up` makes has to exist yet.
 """
 
 import os
@@ -27,9 +27,9 @@ from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.hub import explained
 
 _GB = 10**9
-_CLOCK_LIMIT_S = 30.0  # lags in the run's log are differences between the clocks of two machines
-_DISK_BYTES = 4.4  # per weight: the download and an anchor before its upload, both bf16, and a margin
-_REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20 000 tokens of Qwen3-1.7B
+_CLOCK_LIMIT_S = 30.0  # lags in the run's log are computed from the clocks of two machines
+_DISK_BYTES = 4.4  # per weight: the bf16 download, a bf16 anchor before its upload, and a margin
+_REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20,000 tokens of Qwen3-1.7B
 _VLLM_SHARE = 0.92  # of a GPU's memory, vLLM's default
 
 
@@ -43,7 +43,7 @@ class Setup:
     model: str  # a Hub id or the folder of a checkpoint
     hardware: str  # of each replica
     space_token: str  # SPACE_HF_TOKEN; may be empty
-    config: dict[str, Any]  # the trainer's
+    config: dict[str, Any]  # the trainer's settings
 
     @cached_property
     def account(self) -> hub.Account:
@@ -90,7 +90,7 @@ def _token(setup: Setup) -> str:
 
 def _space_token(setup: Setup) -> str:
     if not setup.space_token and setup.spaces and not any(space.private for space in setup.spaces):
-        return "not set here; only a trainer that uses private Spaces needs it"
+        return "not set here; only `up` and trainers that use private Spaces need it"
     hub.require_read_only(setup.api, setup.space_token)
     return "SPACE_HF_TOKEN is read-only"
 
@@ -150,7 +150,7 @@ def _signatures(setup: Setup) -> str:
 
 
 def _versions(setup: Setup) -> str:
-    release = compat.require("trl", "every_rank", "replicas")  # as the trainer does
+    release = compat.require("trl", "every_rank", "replicas")  # the trainer calls this, too
     return f"trl {release.version} can be used; `delta-weight-sync doctor` examines all packages"
 
 
@@ -178,7 +178,7 @@ def _replica_gpu(setup: Setup) -> str:
 
 
 def _trainer_gpu(setup: Setup) -> str:
-    from trainer import memory  # slow, and no other check needs it
+    from trainer import memory  # here, because this import is slow and no other check needs it
 
     room = _gpu_bytes()  # with several GPUs, FSDP divides the model among them
     if not (needs := memory.parts(setup.model, setup.config, max(1, len(room)))):
@@ -192,7 +192,7 @@ def _trainer_gpu(setup: Setup) -> str:
 
 
 def _gpu_bytes() -> list[int]:
-    import torch  # slow, and no other check needs it
+    import torch  # here, because this import is slow and no other check needs it
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
@@ -233,5 +233,5 @@ CHECKS: dict[str, Callable[[Setup], str]] = {
     "GPU of the replicas": _replica_gpu,
     "GPU of the trainer": _trainer_gpu,
     "software for GPUs": _gpu_software,
-    "bucket": _bucket,  # last, because opening a bucket changes the time limits of the Hub's client
+    "bucket": _bucket,  # last, because it is the only check that writes to the Hub
 }

@@ -40,7 +40,7 @@ TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface
 PLAN = "Docker Spaces need PRO, Team or Enterprise"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
-_ERROR_LIMIT_S = 60.0  # wait this long for an error to go away: it may be from before the last change
+_ERROR_LIMIT_S = 60.0  # an error that lasts this long ends `up`; a shorter one may predate the last change
 _LOG_LINES = 15
 
 
@@ -52,7 +52,7 @@ def connect() -> HfApi:
         made.timeout = 60.0
         return made
 
-    configure_clients()  # before ours: otherwise it would run when `doctor` opens a bucket, and replace ours
+    configure_clients()  # first, because the first opened bucket would call this and replace our client
     set_client_factory(client)
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
@@ -60,7 +60,7 @@ def connect() -> HfApi:
 
 @contextmanager
 def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
-    """Turn the client's error into a `DeployError` that says `what` failed. `variable` holds the token."""
+    """Turn an error of the Hub's client into a `DeployError` about `what`. `variable` holds the token."""
     try:
         yield
     except LocalTokenNotFoundError:
@@ -83,10 +83,10 @@ def _refusal(error: HfHubHTTPError, variable: str) -> str:
     known = {
         401: f"the Hub does not know this token (401): create a new one at {TOKENS} and set {variable} to it",
         402: f"the Hub asks for payment (402): {PLAN}, and GPUs need credits: {BILLING}",
-        403: f"the token in {variable} lacks this right (403): create one that may write at {TOKENS}",
+        403: f"the token in {variable} lacks this right (403): create one with write access at {TOKENS}",
         404: f"it does not exist, or this token may not see it (404): check its name and {variable}",
     }
-    text = re.sub(r"\?\S+", "", error.server_message or str(error))  # without the parameters of its URL
+    text = re.sub(r"\?\S+", "", error.server_message or str(error))  # without the parameters of a URL in it
     return known.get(status) or f"the Hub refused the request ({status}: {_one_line(text)})"
 
 
@@ -113,7 +113,7 @@ class Account:
         self._grants: Mapping[str, Any] = access.get("fineGrained") or {}
 
     def may_write(self, owner: str | None = None) -> bool:
-        """Whether the token may create repositories of `owner`, or without `owner`, write anything at all."""
+        """Whether the token may create repositories of `owner`; for None, whether it may write anything."""
         if self.role != "fineGrained":
             return self.role != "read" and owner in {None, self.name, *self.orgs}
         scopes = [s for s in self._grants.get("scoped", ()) if owner in (None, s["entity"].get("name"))]
@@ -159,7 +159,7 @@ class Space:
 
     @property
     def hardware(self) -> str | None:
-        """The hardware that was requested last, or else the current one."""
+        """The hardware that was requested last; if none was requested, the current hardware."""
         return self.runtime.requested_hardware or self.runtime.hardware
 
     @property
@@ -168,18 +168,19 @@ class Space:
 
 
 def spaces_of(
-    api: HfApi, owner: str, name: str, expected: Iterable[str] = (), *, page: bool = False
+    api: HfApi, owner: str, name: str, expected: Iterable[str] = (), *, page: bool | None = False
 ) -> list[Space]:
-    """Return all Spaces of this deployment, the environment's first. Raises `DeployError` for a foreign one.
+    """Return the deployment's Spaces, the environment's first. Raises `DeployError` if a Space lacks `MARK`.
 
-    The Hub's list may be out of date, so `expected` Spaces are looked up as well. With `page`, the static
-    Space is the last. Sets the environment variable `SPACES` to the URLs of all but the static Space, because
-    this process sends its key only to URLs listed there.
+    The Hub's list may be out of date, so `expected` Spaces are looked up by name, too. `page` True: return
+    only the static Space; False: leave it out; None: return it last. Sets the environment variable `SPACES`
+    to the URLs of the returned apps, not of the static Space: this process sends its key only to those URLs.
     """
-    pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+){'|page' * page})")
+    pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+)|page)")
     with explained(f"listing the Spaces of {owner}"):
         names = {*expected, *(space.id for space in api.list_spaces(author=owner))}
-    matches = [match for name in names if (match := pattern.fullmatch(name))]
+    known = [match for name in names if (match := pattern.fullmatch(name))]
+    matches = [match for match in known if page in (None, match[1] == "page")]
     matches.sort(key=lambda match: (match[1] == "page", int(match[2] or 0)))
     found = [_space(api, match[0]) for match in matches]
     existing = [space for space in found if space]
@@ -232,24 +233,26 @@ def make_change(what: str, call: Callable[..., object], *given: object, **option
 def apply(
     api: HfApi, owner: str, name: str, wanted: list[SpacePlan], secrets: Mapping[str, str]
 ) -> list[Space]:
-    """Make the Hub match the plan, and print each change. Returns the Spaces, the environment's first."""
+    """Make the Hub match the plan `wanted` (all apps, or only the page), and print each change.
+    Returns the Spaces of the plan, the environment's first."""
     plans, bucket, changes = {plan.repo_id: plan for plan in wanted}, f"{owner}/{name}", 0
+    contents, page = {plan.repo_id: files(plan.folder) for plan in wanted}, not wanted[0].hardware
 
     def change(what: str, *call: Any, **options: Any) -> None:
         nonlocal changes
         make_change(what, *call, **options)
         changes += 1
 
-    there = {space.repo_id for space in spaces_of(api, owner, name, plans)}
-    if bucket_is_private(api, bucket) is None:
+    there = {space.repo_id for space in spaces_of(api, owner, name, plans, page=page)}
+    if not page and bucket_is_private(api, bucket) is None:
         change(f"create the bucket {bucket} (private)", api.create_bucket, bucket, private=True)
     for repo_id in sorted(plans.keys() - there):
         plan, mark = plans[repo_id], [{"key": key, "value": value} for key, value in MARK.items()]
-        options = {"repo_type": "space", "space_sdk": "docker", "private": plan.private}
-        options |= {"space_hardware": plan.hardware, "space_sleep_time": plan.sleep_s}
-        what = f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware})"
-        change(what, api.create_repo, repo_id, space_variables=mark, **options)
-    found = spaces_of(api, owner, name, plans)
+        options: dict[str, Any] = {"repo_type": "space", "space_sdk": "static" if page else "docker"}
+        options |= {"space_hardware": plan.hardware or None, "space_sleep_time": plan.sleep_s}
+        what = f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware or 'static'})"
+        change(what, api.create_repo, repo_id, private=plan.private, space_variables=mark, **options)
+    found = spaces_of(api, owner, name, plans, page=page)
     if hidden := plans.keys() - {space.repo_id for space in found}:
         raise DeployError(f"the Hub does not show {', '.join(sorted(hidden))} yet: run `up` again")
     for space in found:
@@ -257,10 +260,10 @@ def apply(
         if repo_id not in plans:
             change(f"delete {repo_id}, which is not in the plan", api.delete_repo, repo_id, repo_type="space")
             continue
-        _update(plans[repo_id], space, secrets, api, change)  # before the files: a new Space starts with them
-        if _upload(api, space, files(plans[repo_id].folder)):
+        _update(plans[repo_id], space, secrets, api, change)  # before the upload, which starts a new Space
+        if _upload(api, space, contents[repo_id]):
             changes += 1
-        elif stage in (*PAUSED, *FAILED):
+        elif not page and stage in (*PAUSED, *FAILED):
             change(f"restart {repo_id} ({stage})", api.restart_space, repo_id)
     if not changes:
         print("nothing to change: everything is as planned", flush=True)
@@ -270,7 +273,7 @@ def apply(
 def _update(
     plan: SpacePlan, space: Space, secrets: Mapping[str, str], api: HfApi, change: Callable[..., None]
 ) -> None:
-    """Change the settings that differ from the plan. Of other variables, only `PUBLIC_KEY` is removed."""
+    """Change the settings that differ from the plan. Of unplanned variables, only `PUBLIC_KEY` is removed."""
     repo_id, hardware, sleep_s = plan.repo_id, plan.hardware, plan.sleep_s
     if space.private != plan.private:
         what = f"make {repo_id} {'private' if plan.private else 'public'}"
@@ -285,34 +288,17 @@ def _update(
         if space.secrets.get(name) != mark:
             what = f"set the secret {name} of {repo_id}"
             change(what, api.add_space_secret, repo_id, name, value, description=mark)
-    if space.hardware != hardware:
+    if hardware not in ("", space.hardware):
         what = f"move {repo_id} to {hardware}"
         change(what, api.request_space_hardware, repo_id, hardware, sleep_time=sleep_s)
     elif sleep_s is not None and space.runtime.sleep_time != sleep_s:
         change(f"let {repo_id} sleep after {sleep_s} s", api.set_space_sleep_time, repo_id, sleep_s)
 
 
-def apply_page(
-    api: HfApi, owner: str, name: str, local: Mapping[str, Path | bytes], *, private: bool
-) -> Space:
-    """Make the static Space of the deployment hold exactly these files, and print each change."""
-    repo_id, mark = f"{owner}/{name}{PAGE}", [{"key": key, "value": value} for key, value in MARK.items()]
-    seen, options = "private" if private else "public", {"repo_type": "space", "private": private}
-    if repo_id not in {space.repo_id for space in spaces_of(api, owner, name, [repo_id], page=True)}:
-        new = {"space_sdk": "static", "space_variables": mark}
-        make_change(f"create {repo_id} ({seen}, static)", api.create_repo, repo_id, **options, **new)
-    space = spaces_of(api, owner, name, [repo_id], page=True)[-1]
-    if space.private != private:
-        make_change(f"make {repo_id} {seen}", api.update_repo_settings, repo_id, **options)
-    if not _upload(api, space, local):
-        print(f"the files of {repo_id} have not changed", flush=True)
-    return space
-
-
 def _upload(api: HfApi, space: Space, local: Mapping[str, Path | bytes]) -> bool:
-    """Upload all changed files in one commit, so that the Space builds once. Returns False if none are."""
+    """Upload all changed files in one commit, so the Space builds once. Returns False if no file differs."""
     gone = space.files - local.keys() - {".gitattributes"}  # the Hub makes this file
-    # The client leaves out the files that are already there, and makes no empty commit.
+    # The client leaves out files that the Space already has, and makes no empty commit.
     operations: list[Any] = [CommitOperationAdd(*file) for file in local.items()]
     operations += map(CommitOperationDelete, gone)
     repo_id, title = space.repo_id, "Delta Weight Sync"

@@ -1,7 +1,7 @@
-"""The secrets of a deployment: local files that hold them, and fingerprints that show what a Space has.
+"""A deployment's secrets: their local files, and the fingerprints that show which values a Space has.
 
 The Hub never shows the value of a secret again. So each secret gets a fingerprint as its description: an HMAC
-of the value under the SPACE_KEY. The Hub replaces a description together with the value, and shows
+of its name and value under the SPACE_KEY. The Hub replaces a description together with the value, and shows
 descriptions only to accounts that may change the Space.
 """
 
@@ -37,7 +37,7 @@ def read_space_key(owner: str) -> str | None:
 
 
 def space_key(owner: str) -> str:
-    """The owner's SPACE_KEY. If there is none, make one in a file that only this user can read."""
+    """Return the owner's SPACE_KEY; if it is missing, make it, in a file that only this user can read."""
     if known := read_space_key(owner):
         return known
     file, key = space_key_file(owner), secrets.token_urlsafe(32)
@@ -49,8 +49,8 @@ def space_key(owner: str) -> str:
 
 
 def signing_file(owner: str, name: str) -> Path:
-    """The shell file that holds the signing keys of this deployment. Each deployment has keys of its own,
-    because replicas that trust the same keys would also serve a run copied from another bucket."""
+    """The shell file that holds the signing keys of this deployment. Each deployment has its own
+    keys: otherwise its replicas would also serve a run that was copied from another deployment's bucket."""
     return FOLDER / owner / f"{name}.env"
 
 
@@ -72,7 +72,7 @@ def read_signing_keys(owner: str, name: str) -> tuple[str, str] | None:
 
 
 def _variables(file: Path) -> dict[str, str]:
-    """Read the variables that a shell file sets, and make it readable only for this user."""
+    """Read the variables that a shell file sets, and make the file readable only for this user."""
     file.chmod(0o600)
     pairs = [line.strip().partition("=") for line in file.read_text().splitlines()]
     return {variable: value for variable, _, value in pairs}

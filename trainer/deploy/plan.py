@@ -1,6 +1,6 @@
 """A deployment's plan: bucket, Spaces and files. It depends only on command line, checkout and public keys.
 
-A Space's repository gets only the files that its Dockerfile needs: those listed here, if git tracks them.
+An app's Space gets the tracked files that its Dockerfile needs; a static Space gets a folder's files.
 """
 
 import json
@@ -20,7 +20,7 @@ from delta_weight_sync.signing import PUBLIC_KEY
 from trainer.deploy import DeployError
 
 MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # Spaces without this variable are never changed or deleted
-NO_KEY_YET = "made by the first `up`"  # stands for the key in a dry run
+NO_KEY_YET = "made by the first `up`"  # in a dry run, stands for the public key that is not made yet
 SLEEP_S = 1800  # a replica sleeps after this time without a request
 App = Literal["env", "replica"]
 APPS: tuple[App, ...] = ("env", "replica")
@@ -30,7 +30,7 @@ _FILES: dict[App, tuple[str, ...]] = {  # git's patterns, in which `*` also matc
     "env": ("LICENSE", "env_space/*", "shared/space_guard/*"),
     "replica": ("LICENSE", "pyproject.toml", "inference_space/*", "shared/*"),
 }
-# These move from the folder of the app to the root of the Space.
+# These files move from the folder of the app to the root of the Space.
 _AT_THE_ROOT = re.compile(
     r"(env|inference)_space/(README\.md|Dockerfile|requirements\.lock|openenv\.yaml|openenv_probe\.json)"
 )
@@ -40,14 +40,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True)
 class SpacePlan:
-    """One Space as it should be. Has the names of its secrets, but not their values."""
+    """One Space as it should be, with the names of its secrets but without their values."""
 
     repo_id: str
-    folder: App  # see `stage`
+    folder: App | Path  # an app, or the folder of a static Space
     variables: Mapping[str, str]
     secrets: tuple[str, ...]
-    hardware: str
-    sleep_s: int | None  # None on cpu-basic, where the Hub allows only its own value, 48 hours
+    hardware: str  # "" for a static Space
+    sleep_s: int | None  # None for a static Space, and on cpu-basic, where the Hub allows only 48 hours
     private: bool
 
 
@@ -65,9 +65,9 @@ def write(plans: list[SpacePlan], folder: Path) -> None:
 def make_plan(
     owner: str, name: str, *, run: str, hardware: str, replicas: int, public: bool, trusted: str
 ) -> list[SpacePlan]:
-    """The environment's Space and the replicas' Spaces. Raises `DeployError` for an impossible wish.
+    """The environment's Space and the replicas' Spaces. Raises `DeployError` for a wrong option.
 
-    Replicas trust the public keys in `trusted`; if it is empty, they do not check signatures.
+    Replicas trust the public keys in `trusted`. If `trusted` is empty, replicas do not check signatures.
     """
     for option, value in (("--owner", owner), ("--name", name)):
         if not _NAME.fullmatch(value):
@@ -95,9 +95,9 @@ def make_plan(
 
 
 def page_files(folder: Path) -> dict[str, Path | bytes]:
-    """Map each path in a static Space to a file of `folder`, hidden files and node_modules left out.
+    """Map each path in a static Space to a file of `folder`. Skips hidden files and node_modules.
 
-    Follows links. Adds a README.md if there is none. Raises `DeployError` if the Hub could not show it.
+    Follows links. Adds a README.md if there is none. Raises `DeployError` if the Hub could not show the page.
     """
     paths = (Path(at, name) for at, _, names in os.walk(folder, followlinks=True) for name in names)
     found: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
@@ -118,9 +118,11 @@ def stage(app: App, out: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def files(app: App) -> dict[str, Path]:
-    """Map each path in the Space's repository to a file of the checkout, sorted.
-    Raises `DeployError` for a link, and for a file that matches `_FILES` but is not tracked by git."""
+def files(app: App | Path) -> dict[str, Path | bytes]:
+    """Map each path in an app's Space, sorted, to a file of the checkout; for a `Path`, see `page_files`.
+    Raises `DeployError` if a file of the app is missing, a link, or not tracked by git."""
+    if isinstance(app, Path):
+        return page_files(app)
     if untracked := _git("--others", *_FILES[app]):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
     listed = _git("--cached", "--error-unmatch", *_FILES[app])

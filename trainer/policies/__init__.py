@@ -1,1 +1,1 @@
-"""Small policies that are built from code or from installed packages, without a model hub."""
+"""Small policies that need no model hub: a checkpoint for Wordle, and SmolLM2 from an installed package."""

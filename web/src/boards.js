@@ -47,7 +47,7 @@ export class Board {
     });
   }
 
-  /** @param {number} at @param {Move} move @param {boolean} [letters] whether they are shown */
+  /** @param {number} at @param {Move} move @param {boolean} [letters] whether the letters are shown */
   show(at, move, letters = true) {
     const row = /** @type {HTMLElement} */ (this.list.children[at]);
     this.type(at, letters ? move.word.slice(0, LENGTH) : "");
@@ -74,7 +74,7 @@ export class Keyboard {
       const button = element("button", { type: "button", textContent: name, className: wide ? "wide" : "" });
       button.dataset.key = key;
       button.ariaLabel = key === "⌫" ? "Delete letter" : name;
-      button.addEventListener("pointerdown", (event) => event.preventDefault()); // the focus stays where it is
+      button.addEventListener("pointerdown", (event) => event.preventDefault()); // so that the focus does not move
       button.addEventListener("click", () => press(key));
       return button;
     }))));
@@ -93,7 +93,7 @@ export class Keyboard {
     for (const key of this.place.querySelectorAll("button")) delete key.dataset.mark;
   }
 
-  /** A key keeps the best that is known of its letter. @param {Move} move */
+  /** Each key shows the best mark that its letter has got. @param {Move} move */
   colour(move) {
     [...move.feedback].forEach((mark, i) => {
       const key = /** @type {HTMLElement} */ (this.place.querySelector(`[data-key="${move.word[i]}"]`));
@@ -107,7 +107,7 @@ export class Keyboard {
 const PER_CELL = 32; // weights
 const COLUMNS = 96;
 
-/** A map per part of the model; a cell is 32 weights, and it is the brighter the more of them changed. */
+/** One map for each part of the model. A cell stands for 32 weights; the more of them changed, the brighter the cell. */
 export class Maps {
   /** @param {HTMLElement} place @param {import("./delta.js").Model} model */
   constructor(place, model) {
@@ -127,7 +127,7 @@ export class Maps {
       element("figure", {}, canvas, caption)));
   }
 
-  /** Light the changes of a commit up. @param {import("./replica.js").Move[]} moves */
+  /** Light up the changes of a commit. @param {import("./replica.js").Move[]} moves */
   light(moves) {
     const style = getComputedStyle(document.documentElement);
     const heat = new Map([...this.maps].map(([name, { size }]) => [name, new Float32Array(Math.ceil(size / PER_CELL))]));

@@ -1,9 +1,9 @@
-// Delta files of docs/wire-format.md: what changed from one version to the next.
+// Reads delta files, as docs/wire-format.md defines them: the changes from one version to the next.
 
 import { demand, quoted, Refused } from "./refused.js";
 import { loadZstd, unpacked } from "./zstd.js";
 
-/** @typedef {Map<string, {shape: number[], bits: Uint16Array}>} Model bf16 patterns by name of the tensor */
+/** @typedef {Map<string, {shape: number[], bits: Uint16Array}>} Model bf16 bits by the tensor's name */
 /** @typedef {{name: string, places: Uint32Array, steps: Uint16Array}} Patch one tensor's changes, in order */
 /** @typedef {{base: number, version: number, patches: Patch[]}} Delta */
 /** @typedef {[events: number, k: number, flipped: boolean, bits: number]} Row of `gaps` and `large` */
@@ -17,7 +17,7 @@ const LARGEST_HEADER = 100e6; // bytes, as in the safetensors library
 /** @type {Record<string, number>} */
 const BYTES = { BOOL: 1, U8: 1, I8: 1, F8_E4M3: 1, F8_E5M2: 1, U16: 2, I16: 2, F16: 2, BF16: 2, U32: 4, I32: 4, F32: 4, U64: 8, I64: 8, F64: 8 };
 
-/** The number of entries of each list, and the streams. */
+/** For each mode, the number of entries of each list, and the names of the streams. */
 const MODES = {
   gaps: { limits: 0, gaps: 1, large: 1, sizes: 1, streams: ["gaps", "signs", "large", "sizes"] },
   bands: { limits: 7, gaps: 8, large: 8, sizes: 8, streams: ["gaps", "signs", "large", "sizes"] },
@@ -132,7 +132,7 @@ const counts = (value, length) =>
   Array.isArray(value) && value.length === (length ?? value.length) && value.every(count);
 
 /**
- * JSON whose numbers are whole: 1.0 is not 1 for every reader.
+ * Parse JSON whose numbers are integers. 1.0 is refused, because not every reader takes it for 1.
  * @param {Uint8Array | string} content
  * @param {string} what
  * @returns {any}
@@ -209,7 +209,7 @@ function membersOf(text, groups, model) {
 }
 
 /**
- * `count` zeros and a one at `at`; at most up to `end`.
+ * Count the zero bits from `at` up to the next one bit, which must come before `end`.
  * @param {Uint8Array} stream
  * @param {number} at
  * @param {number} end
@@ -227,7 +227,7 @@ function zeros(stream, at, end) {
 }
 
 /**
- * A number of `width` bits at `at`, at most 40.
+ * Read a number of `width` bits (at most 40) at bit `at`.
  * @param {Uint8Array} stream
  * @param {number} at
  * @param {number} width
@@ -240,7 +240,7 @@ function number(stream, at, width) {
   return (word >>> (at & 7)) & ((1 << width) - 1);
 }
 
-/** The sections of a list, one after the other in their stream; each knows how many items are left before its next event. */
+/** The sections of a list, one after the other in a stream. `wait`: the items before a section's next event. */
 class Sections {
   /**
    * @param {Uint8Array} stream
@@ -279,7 +279,7 @@ class Sections {
     return !one.flipped;
   }
 
-  /** Skip all items before the next event; returns how many. For a section that is not flipped. */
+  /** Skip all items before the next event, and return their number. Only for a single section that is not flipped. */
   skip() {
     const one = this.all[0];
     const distance = one.wait;
@@ -287,7 +287,7 @@ class Sections {
     return distance;
   }
 
-  /** After the last item: nothing may be left. */
+  /** Check, after the last item, that no event is left. */
   finish() {
     demand(this.all.every(({ events }) => events < 0), "an event is left after the last item");
   }
@@ -375,7 +375,7 @@ class Places {
 
   /** @param {number} place */
   add(place) {
-    this.found[this.count++] = place; // beyond the end nothing is stored
+    this.found[this.count++] = place; // an index beyond the end stores nothing
   }
 
   done() {

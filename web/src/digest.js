@@ -22,7 +22,7 @@ for (let i = 0; i < ROW; i++) {
 
 /**
  * The digest of all weights, as manifests carry it.
- * @param {Iterable<[string, Uint16Array]>} weights bf16 patterns by name of the tensor
+ * @param {Iterable<[string, Uint16Array]>} weights bf16 bits by the tensor's name
  */
 export async function stateDigest(weights) {
   let total = 0n;

@@ -1,4 +1,4 @@
-// Two versions play the same word: with the same random numbers, so only their weights differ.
+// Two versions play the same word with the same random numbers, so only their weights differ.
 
 import { Board, byId, element } from "./boards.js";
 import { called, Game, MAX_GUESSES, Player } from "./wordle.js";
@@ -19,7 +19,7 @@ export class Duel {
     /** @type {Words | undefined} */
     this.words;
     this.secret = "";
-    this.plays = 0; // a later play ends the earlier ones
+    this.plays = 0; // the number of plays; a new play ends the play before
     this.button.addEventListener("click", () => explained(async () => {
       this.secret = this.next || (await this.words?.secret()) || "";
       this.next = "";
@@ -31,7 +31,7 @@ export class Duel {
   }
 
   /**
-   * What can play; again when there is more.
+   * Say what can play. The page calls this again when there is more.
    * @param {Replica | undefined} replica
    * @param {Words | undefined} words
    * @param {number[]} versions

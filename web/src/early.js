@@ -1,5 +1,5 @@
-// While the page's modules are still on their way: begin with the largest file of the first play, the preview of the
-// recorded run. See store.js, which takes the answer up.
+// While the page's modules are still on their way, this script requests the largest file that the first game needs:
+// the preview of the recorded run. store.js uses the answer.
 
 {
   const { bucket = "", run, first = "" } = document.documentElement.dataset;
@@ -7,7 +7,7 @@
   if (!other && first.startsWith(`runs/${run}/`)) {
     const { href } = new URL(`${bucket}/${first}`, location.href);
     const answer = fetch(href, { cache: "no-cache", credentials: "omit", referrerPolicy: "no-referrer" });
-    answer.catch(() => {}); // store.js tries it again, and says what is wrong
+    answer.catch(() => {}); // store.js tries again, and says what is wrong
     Object.assign(globalThis, { early: new Map([[href, answer]]) });
   }
 }

@@ -70,7 +70,7 @@ async function follow() {
     fetched += size;
     left -= size;
     if (replica?.manifest || performance.now() < next) return;
-    next = performance.now() + 250; // to draw takes time that a slow device needs for the weights
+    next = performance.now() + 250; // drawing takes time that a slow device needs for the weights
     byId("how").textContent = `fetching: ${bytes(fetched)}`;
     if (preview) estimate();
   };
@@ -213,7 +213,7 @@ function held() {
   return preview && { holder: preview, name: `a preview of version ${preview.version}` };
 }
 
-/** Other weights: the policy reads its game again, and makes the guesses that it missed. */
+/** The weights were replaced, so the policy reads its game again, and makes the guesses that it missed. */
 function rejoined() {
   buttons.watch.disabled = !words;
   if (!opponent || !game) return;
@@ -223,18 +223,18 @@ function rejoined() {
 
 let turns = Promise.resolve();
 
-/** The policy's next guess, after those that it still writes. */
+/** Let the policy make its next guess, after any guess that it is still writing. */
 function itsTurn() {
   turns = turns.catch(() => {}).then(write);
   return turns;
 }
 
-/** A guess is written token by token, with the weights that are live then. */
+/** Let the policy write a guess, each token with the weights that are live at that moment. */
 async function write() {
   const one = opponent;
   const now = held();
   if (!one || !game || one.game.over || !now) return;
-  if (!watching && !game.over && one.game.moves.length >= game.moves.length) return; // it waits for yours
+  if (!watching && !game.over && one.game.moves.length >= game.moves.length) return; // the policy waits for your guess
   const player = one.player ??= new Player(now.holder, one.game);
   const used = new Set([now.name]);
   const text = await player.write(async () => {

@@ -16,7 +16,7 @@ function jsonFile(files, name) {
   }
 }
 
-/** Text to tokens and back: added tokens, and single bytes between them. */
+/** Converts text to tokens and back. Between added tokens, each character is a token. */
 export class Tokenizer {
   /** @param {Map<string, Uint8Array>} files of the anchor */
   constructor(files) {
@@ -58,7 +58,7 @@ export class Tokenizer {
   }
 }
 
-// The value of each bf16 pattern, and rounding to bf16: to nearest, ties to even.
+// The value of each bf16 pattern. `bf16` rounds to the nearest such value, and ties to even.
 const VALUE = new Float32Array(Uint32Array.from({ length: 65536 }, (_, bits) => bits << 16).buffer);
 const ONE = new Float32Array(1);
 const ITS_BITS = new Uint32Array(ONE.buffer);
@@ -103,7 +103,7 @@ function rmsNorm(x, weight, epsilon, out) {
   return out;
 }
 
-/** One conversation: the keys and values of its tokens so far. The weights are the live ones, whatever they are. */
+/** One conversation: its tokens' keys and values, each computed with the weights that were live then. */
 export class Policy {
   /**
    * @param {Model} model
@@ -156,7 +156,7 @@ export class Policy {
   }
 
   /**
-   * Read a token; returns the logits of the next one, if they are asked for.
+   * Read a token. Returns the logits of the next token if `asked`.
    * @param {number} token
    * @param {boolean} [asked]
    */
@@ -167,7 +167,7 @@ export class Policy {
     const width = this.#weight("model.norm.weight").length;
     let residual = Float32Array.from(embedding.subarray(token * width, (token + 1) * width), (bits) => VALUE[bits]);
     let normed = new Float32Array(width);
-    // As in vLLM's fused kernel: the sum is normed before it is rounded, and kept after it is.
+    // As in vLLM's fused kernel, the unrounded sum is normed, and the rounded sum is kept.
     const add = (/** @type {Float32Array} */ x, /** @type {string} */ name) => {
       const sum = residual.map((value, i) => value + x[i]);
       rmsNorm(sum, this.#weight(name), epsilon, normed);
@@ -234,7 +234,7 @@ export class Policy {
   }
 }
 
-/** The likeliest token; of equal ones the first. @param {Float32Array} logits */
+/** The likeliest token; of equally likely tokens, the first. @param {Float32Array} logits */
 export function greedy(logits) {
   let best = 0;
   for (let i = 1; i < logits.length; i++) if (logits[i] > logits[best]) best = i;

@@ -1,4 +1,4 @@
-// A preview of an anchor: its weights in two files. The first is enough to play; both are model.safetensors, bit by bit.
+// A preview of an anchor: its weights in two files. The first is enough to play; together they give model.safetensors.
 
 import { safetensors } from "./delta.js";
 import { demand, quoted } from "./refused.js";
@@ -11,9 +11,9 @@ export const FIRST = "first.safetensors";
 export const REST = "rest.safetensors";
 const FORMAT = "delta-weight-sync-preview/1";
 const LARGEST_FILE = 1 << 20; // bytes of a small file, such as the tokenizer's
-const SLICE = 1 << 15; // bytes that are inflated at a time, before their number is looked at
+const SLICE = 1 << 15; // bytes that are inflated before the size is checked again
 const LOW = 0x3f; // the bits of a weight that are in the second file
-const MIDDLE = 0x20; // what they are taken for until it has come
+const MIDDLE = 0x20; // what these bits are taken for until that file has come
 
 /**
  * The weights of a checkpoint's file.
@@ -100,7 +100,7 @@ export async function sketched(file, size) {
 }
 
 /**
- * The anchor's model.safetensors, from what the first file gave and the second file. Its sha256 is the manifest's.
+ * The anchor's model.safetensors, from the preview and the second file.
  * @param {Preview} preview
  * @param {Uint8Array} file
  */
@@ -110,7 +110,7 @@ export function completed({ head, bits }, file) {
   const whole = new Uint16Array(bits.length);
   for (let i = 0, at = 0; i < bits.length; i += 4, at += 3) {
     const four = low[at] | (low[at + 1] << 8) | (low[at + 2] << 16);
-    for (let j = 0; j < 4; j++) whole[i + j] = (bits[i + j] & ~LOW) | ((four >> (6 * j)) & LOW); // beyond the end nothing is stored
+    for (let j = 0; j < 4; j++) whole[i + j] = (bits[i + j] & ~LOW) | ((four >> (6 * j)) & LOW); // an index beyond the end stores nothing
   }
   return joined(head, whole);
 }

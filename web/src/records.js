@@ -141,7 +141,7 @@ export async function parse(kind, data, key) {
 
 /** @param {Manifest} manifest @param {string} key */
 function checkLinks({ version, deltas, jumps, anchor, parent, ...others }, key) {
-  const steps = deltas.filter((one, i) => one.base !== deltas[i - 1]?.base || one.version !== deltas[i - 1].version); // not its parts
+  const steps = deltas.filter((one, i) => one.base !== deltas[i - 1]?.base || one.version !== deltas[i - 1].version); // the parts of a delta count as one step
   const first = version - steps.length;
   demand(steps.every((one, i) => one.base === first + i && one.version === one.base + 1),
     `${key}: its deltas do not lead to version ${version} one by one`);
@@ -161,7 +161,7 @@ export const nameOf = (ref) => ref.key.slice(ref.key.lastIndexOf("/") + 1);
 export const sizeOf = (refs) => refs.reduce((sum, { size }) => sum + size, 0);
 
 /**
- * The fewest bytes that build a manifest's version, then the fewest files; null if the version that is held is of no use.
+ * The recipe for a manifest's version: fewest bytes, then fewest files. Null if no files lead there from `held`.
  * @param {Manifest} manifest
  * @param {number | null} held a version that is there already; null starts from the anchor
  * @returns {Recipe | null}
@@ -184,7 +184,7 @@ export function recipe({ version, anchor, deltas, jumps }, held) {
     }
   }
   /** @type {DeltaRef[][]} */
-  const way = []; // from the end: nothing is copied, however long it is
+  const way = []; // built from the end, so that no list is copied for each step
   let at = reached.get(version);
   if (!at) return null;
   for (; at?.parts.length; at = reached.get(at.parts[0].base)) way.push(at.parts);

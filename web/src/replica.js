@@ -41,11 +41,11 @@ export class Replica {
     this.model = new Map();
     /** The small files of the anchor: configuration and tokenizer. @type {Map<string, Uint8Array>} */
     this.files = new Map();
-    /** @type {Manifest | null} what is live */
+    /** @type {Manifest | null} the manifest of the live version */
     this.manifest = null;
     /** @type {Manifest | null} */
     this.newest = null;
-    /** Who signed the newest version; "" if nobody was asked for. */
+    /** The key that signed the newest version; "" if the page trusts no key. */
     this.signer = "";
     /** The deltas that lead to the live version, oldest first. @type {Delta[]} */
     this.past = [];
@@ -56,7 +56,7 @@ export class Replica {
     /** Called after a commit. @type {(commit: Commit) => void} */
     this.onCommit = () => {};
     /**
-     * Called while a join goes on, if the bucket has a preview of the anchor: with the preview, its version, and the
+     * Called during a join if the bucket has a preview of the anchor, with the preview, its version, and the number of
      * bytes that are still to come.
      * @type {(preview: Preview, version: number, bytes: number) => void}
      */
@@ -93,7 +93,7 @@ export class Replica {
     }
   }
 
-  /** The newest version by the manifests alone: of the writer with the highest term. */
+  /** The newest version, found from the manifests alone: the version of the writer with the highest term. */
   async #withoutHead() {
     const names = (await this.#manifestKeys()).sort(byWriterThenVersion);
     for (const { key } of names.slice(-3).reverse()) {
@@ -156,7 +156,7 @@ export class Replica {
     return manifest;
   }
 
-  /** The run was started again: nothing of the old one is of use. */
+  /** Forget the old run: the run was started again. */
   #forget() {
     this.manifests.clear();
     this.known.clear();
@@ -181,7 +181,7 @@ export class Replica {
     const started = performance.now();
     const { target, from, past, moves, model, files, digest, bytes } = await this.#staged(version);
     if (from === null) {
-      this.model.clear(); // it stays the same table, for those who compute with it
+      this.model.clear(); // the table stays the same object, because players hold it
       for (const [name, tensor] of model) this.model.set(name, tensor);
       this.files = files;
     } else {
@@ -252,7 +252,7 @@ export class Replica {
   }
 
   /**
-   * A version's weights, proven, next to the live ones.
+   * Build and prove a version's weights, next to the live weights.
    * @param {number} version
    */
   at(version) {
@@ -270,13 +270,13 @@ export class Replica {
   }
 
   /**
-   * Fetch files side by side; each is proven before it is given out.
+   * Fetch files side by side; each file is verified before it is given out.
    * @param {FileRef[]} refs
    */
   #fetchAll(refs) {
     return new Map(refs.map((ref) => {
       const file = this.#proven(ref);
-      file.catch(() => {}); // whoever awaits it sees the problem
+      file.catch(() => {}); // the code that awaits the file sees the problem
       return [ref.key, file];
     }));
   }
@@ -324,7 +324,7 @@ export class Replica {
         if (listed.includes(whole.key)) {
           weights = weights.catch((problem) => (problem instanceof Refused ? this.#proven(whole) : Promise.reject(problem)));
         }
-        weights.catch(() => {}); // whoever awaits it sees the problem
+        weights.catch(() => {}); // the code that awaits the file sees the problem
       } catch (problem) {
         if (!(problem instanceof Refused) || !listed.includes(whole.key)) throw problem;
       }
@@ -346,8 +346,8 @@ export class Replica {
    * @param {{wanted?: () => boolean, onProblem?: (sentence: string) => void}} [options]
    */
   async follow(signal, { wanted = () => true, onProblem = () => {} } = {}) {
-    let changed = true; // since the last look began
-    let live = false; // the bucket reports its changes
+    let changed = true; // whether the bucket changed since the last look began
+    let live = false; // whether the bucket reports its changes
     let wake = () => {};
     this.#listen(signal, (reports, news) => {
       live = reports;
@@ -367,7 +367,7 @@ export class Replica {
         onProblem(problem.message);
       }
       if (changed) continue;
-      // A bucket may show a write a moment after it reported it, so one more look comes soon.
+      // A bucket may report a write a moment before it shows the write, so look once more soon.
       const pause = paused(live && !reported ? Math.max(SAFETY, this.bucket.pollSeconds) : this.bucket.pollSeconds, signal);
       wake = pause.wake;
       await pause.done;
@@ -385,7 +385,7 @@ export class Replica {
       await this.bucket.feed((key) => report(true, !key || key.startsWith(`${this.folder}heads/`)), signal).catch(() => {});
       report(false, false);
       if (Date.now() - began > 60_000) pause = 1;
-      await paused(pause * (0.5 + Math.random() / 2), signal).done; // many lose their feeds at the same moment
+      await paused(pause * (0.5 + Math.random() / 2), signal).done; // random, because many pages lose their feeds at the same moment
     }
   }
 }

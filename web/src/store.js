@@ -8,7 +8,7 @@ export class Missing extends Refused {}
 /**
  * @typedef {object} Bucket
  * @property {string} url
- * @property {number} pollSeconds between two looks at HEAD
+ * @property {number} pollSeconds seconds between two looks at HEAD
  * @property {(key: string, limit: number) => Promise<Uint8Array>} get
  * @property {(prefix: string) => Promise<string[]>} list the keys in a folder that ends in "/"
  * @property {(onChange: (prefix: string) => void, signal: AbortSignal) => Promise<void>} [feed] reports changed keys until
@@ -18,7 +18,7 @@ export class Missing extends Refused {}
 
 /**
  * @param {string} url hf://buckets/<owner>/<name>[/<prefix>], s3://<name>[/<prefix>], or a folder's address
- * @param {string} [endpoint] the Hub's or that bucket's address on S3, if it is another one
+ * @param {string} [endpoint] the address of the Hub or of the S3 bucket, if it is not the usual one
  * @returns {Bucket}
  */
 export function openBucket(url, endpoint) {
@@ -121,7 +121,7 @@ class Folder {
 }
 
 class Hub {
-  pollSeconds = 5; // the Hub counts the requests of those who have no account
+  pollSeconds = 5; // the Hub limits the requests of visitors without an account
   #cursor = ""; // where the next feed goes on
   /** @type {((size: number) => void) | undefined} */
   onBytes;
@@ -137,14 +137,14 @@ class Hub {
   }
 
   /**
-   * The Hub's feed of the bucket's changes. It may have none for those who have no account; then this ends.
+   * The Hub's feed of the bucket's changes. The Hub may have no feed for visitors without an account; then this returns.
    * @param {(key: string) => void} onChange
    * @param {AbortSignal} signal
    */
   async feed(onChange, signal) {
     const headers = { accept: "text/event-stream" };
     const cursor = this.#cursor && `?cursor=${encodeURIComponent(this.#cursor)}`;
-    this.#cursor = ""; // if it is refused, the next feed begins without
+    this.#cursor = ""; // if the Hub refuses this cursor, the next feed begins without one
     const answer = await fetch(`${this.endpoint}/api/buckets/${this.id}/events${cursor}`,
       { headers, signal, cache: "no-store", credentials: "omit", referrerPolicy: "no-referrer" });
     if (!answer.ok || !answer.body || !answer.headers.get("content-type")?.includes("event-stream")) return;

@@ -25,7 +25,7 @@ export function feedback(guess, secret) {
   }).join("");
 }
 
-/** The words, and those that no training used. */
+/** All words, and a choice among the words that no training used. */
 export class Words {
   /** @param {string} answers @param {string} guesses as in env_space/words */
   constructor(answers, guesses) {
@@ -33,7 +33,7 @@ export class Words {
     this.valid = new Set(guesses.split("\n").filter(Boolean));
   }
 
-  /** A word that no training used: such are the last tenth by sha256, and so those of the last sixteenth. */
+  /** A word that no training used. By sha256, the last tenth of the words; this method draws from the last sixteenth. */
   async secret() {
     for (;;) {
       const word = this.answers[crypto.getRandomValues(new Uint32Array(1))[0] % this.answers.length];
@@ -75,7 +75,7 @@ export class Game {
 }
 
 /**
- * Chances that are the same each time for the same word: then two versions differ by their weights alone.
+ * Random numbers that depend only on the word, so that two versions differ by their weights alone.
  * @param {string} word
  */
 function chances(word) {

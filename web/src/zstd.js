@@ -1,4 +1,4 @@
-// zstd frames, by fzstd. `npm install` puts it into vendor/; most deltas need none.
+// Decodes zstd frames with fzstd, which `npm install` puts into vendor/. Most deltas have no such frame.
 
 import { demand, Refused } from "./refused.js";
 
@@ -16,7 +16,7 @@ export async function loadZstd() {
 
 /**
  * @param {Uint8Array} frame
- * @param {number} size bytes that the frame must say that it holds
+ * @param {number} size bytes that the frame must hold, by its own header
  */
 export function unpacked(frame, size) {
   const sentence = `a compressed stream does not hold ${size} bytes`;

@@ -60,8 +60,7 @@ class Deltas:
         manifest = self._reader.manifest(version)
         with tempfile.TemporaryDirectory() as folder:
             if self._state:
-                for part in manifest.delta:
-                    self._reader.apply(self._state, part, Path(folder))
+                self._reader.apply(self._state, manifest.delta, Path(folder))
             else:
                 self._state = self._reader.checkout(manifest, Path(folder))
         require_digest(self._state, manifest)

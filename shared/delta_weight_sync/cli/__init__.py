@@ -12,7 +12,7 @@ COMMANDS = {
     "runs": "list the runs of a bucket",
     "log": "list the versions of a run, newest first",
     "show": "describe one version: tensors changed, sparsity, bytes",
-    "verify": "rebuild every version from version 0 and check each digest",
+    "verify": "rebuild every version, oldest first, and check each digest",
     "checkout": "write one version as an ordinary Hugging Face checkpoint",
     "bisect": "find the version that broke a metric, with a command that judges a checkpoint",
     "blame": "show which tensors changed most in one version, and how far",
@@ -44,7 +44,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:
-    """The parser of all commands. Imports only the module of the given command."""
+    """The parser of all commands. Imports only the module of the command in `words`."""
     parser = argparse.ArgumentParser(prog="delta-weight-sync", description=__doc__)
     parser.add_argument("--version", action="version", version=metadata.version("delta-weight-sync"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -53,7 +53,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             name,
             help=text,
             description=f"{text[0].upper()}{text[1:]}.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,  # an epilog keeps its lines
+            formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of an epilog
         )
         if name in words[:1]:
             module = name if name in ("plan", "doctor") else "commands"

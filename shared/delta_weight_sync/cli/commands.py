@@ -1,4 +1,4 @@
-"""All commands except plan and doctor. Only those that decode deltas import the codec."""
+"""All commands except plan and doctor. Only commands that decode deltas import the codec."""
 
 import argparse
 import functools
@@ -31,14 +31,14 @@ from delta_weight_sync.store import open_bucket
 from delta_weight_sync.util import size_text
 
 Arguments = argparse.Namespace
-_BLAMED: Final = 20  # tensors that `blame` lists
-_ENDING_S: Final = 5.0  # from SIGTERM to SIGKILL
+_BLAMED: Final = 20  # max tensors that `blame` lists, except with --json
+_ENDING_S: Final = 5.0  # seconds from SIGTERM to SIGKILL
 _UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
 _NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the arguments of the command `name`, and its function, whose docstring ends the help."""
+    """Add the arguments and the function of the command `name`. The function's docstring ends the help."""
     run = _COMMANDS[name]
     parser.epilog = inspect.getdoc(run)
     parser.set_defaults(run=run)
@@ -68,7 +68,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     elif name == "follow":
         add("--into", type=Path, metavar="DIR", required=True, help="folder to write")
         add("--on-version", metavar="COMMAND", default="", help="command to run for each new version")
-        add("--once", action="store_true", help="exit once DIR holds the newest version; for a cron job")
+        add("--once", action="store_true", help="exit when DIR holds the newest version; for a cron job")
     elif name == "gc":
         keep = "how much to keep: 20GB, 500MB, 7d or 12h"
         add("--keep", metavar="SIZE|AGE", required=True, help=keep)
@@ -87,7 +87,7 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     """
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
-    with ThreadPoolExecutor(1) as starter:  # in another thread, no signal interrupts the start
+    with ThreadPoolExecutor(1) as starter:  # signals do not interrupt the start in another thread
         started = starter.submit(subprocess.Popen, filled, shell=True, process_group=0)
         try:
             return started.result().wait()
@@ -103,7 +103,7 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
 
 
 def _payload(manifest: Manifest) -> int:
-    """Bytes that a version added to the bucket: its delta, or if it has none, its anchor."""
+    """Bytes that a version added to the bucket: its delta or, without a delta, its anchor."""
     return sum(file.size for file in manifest.delta or manifest.anchor.files)
 
 
@@ -153,7 +153,7 @@ def _log(arguments: Arguments) -> None:
         for manifest in manifests:
             if arguments.last and len(manifests) > arguments.last:
                 return
-            anchors.add(manifest.anchor.version)  # newest first: the row of the anchor's version comes later
+            anchors.add(manifest.anchor.version)  # newest first, so the anchor's own row comes later
             if older := reader.parent(manifest):
                 manifests.append(older)
             first = min(older.sync + 1, manifest.sync) if older else manifest.sync
@@ -204,7 +204,7 @@ def _show(arguments: Arguments) -> None:
 
 
 def _verify(arguments: Arguments) -> None:
-    """Rebuild every version, oldest first. The first one that differs from what was published is an error."""
+    """Rebuild every version, oldest first. Stop with an error if a version differs from the published one."""
     reader = _opened(arguments)
     reader.require_intact()
     reader.manifest()  # raises an error if there is no version
@@ -221,7 +221,7 @@ def _verify(arguments: Arguments) -> None:
 
 def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Iterator[Manifest]:
     """Build each version from the one before and its delta. Check all anchors on the way, and the jumps that
-    recipes or the newest manifest use. Also build the oldest and the newest version as a joining replica."""
+    recipes or the newest manifest use. Also build the oldest and newest version as a joining replica does."""
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
     used = (delta for manifest in manifests for delta in manifest.recipe().deltas)
@@ -232,21 +232,20 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
     state: dict[str, Bits] = {}
     for manifest in manifests:
         if state and manifest.delta:
-            for part in manifest.delta:
-                reader.apply(state, part, folder)
+            reader.apply(state, manifest.delta, folder)
             require_digest(state, manifest)
         else:
-            state = reader.checkout(manifest, folder)
+            state = reader.checkout(manifest, folder / f"{manifest.version}")
         if anchor := anchors.get(manifest.version):
-            reader.checkout(manifest.model_copy(update={"anchor": anchor}), folder)
+            with Scratch() as other:
+                reader.checkout(manifest.model_copy(update={"anchor": anchor}), other)
         for (base, version), parts in jumps.items():
             if base == manifest.version:
                 copy = {name: bits.copy() for name, bits in state.items()}
-                for part in parts.values():
-                    reader.apply(copy, part, folder)
+                reader.apply(copy, parts.values(), folder)
                 require_digest(copy, by_version[version])
         yield manifest
-    reader.checkout(manifests[-1], folder)
+    reader.checkout(manifests[-1], folder / "newest")
 
 
 def _checkout(arguments: Arguments) -> None:
@@ -272,7 +271,7 @@ def _blame(arguments: Arguments) -> None:
         raise ProtocolError(f"{what}: name a later version, whose delta shows what changed")
     with Scratch() as folder:
         deltas = [*map(Delta, reader.fetch_all(manifest.delta, folder))]
-        # Fetched only if the delta is coded against the version before.
+        # Fetch the version before only if the delta's encoding reads the old bits.
         old = functools.cache(
             lambda: reader.checkout(reader.manifest(manifest.version - 1), folder / "before")
         )
@@ -294,7 +293,7 @@ def _blame(arguments: Arguments) -> None:
     columns = "  ".join(["{changed:>10}", "{share:>9}", *(f"{{{name}:>11}}" for name in classes), "{tensor}"])
     _print(columns, rows, arguments.json)
     if len(tensors) > _BLAMED and not arguments.json:
-        print(f"{len(tensors) - _BLAMED} more tensors changed by smaller shares")
+        print(f"{len(tensors) - _BLAMED} more tensors changed, by equal or smaller shares")
 
 
 def _bisect(arguments: Arguments) -> None:
@@ -321,7 +320,7 @@ def _bisect(arguments: Arguments) -> None:
         raise CommandError(f"nothing lies between good {good} and bad {bad}: --bad must be a later version")
     for end in (good, bad):
         reader.manifest(end)  # raises an error if there is no such version
-    held: FollowedVersion | None = None  # the last good version; later ones are built from it
+    held: FollowedVersion | None = None  # the last good version; later versions are built from it
     with Scratch() as folder:
         ends = [bad] * (arguments.bad is None) + [good] * (arguments.good is None)
         while left := ends or [version for version in range(good + 1, bad) if version not in verdicts]:
@@ -369,8 +368,8 @@ def _follow(arguments: Arguments) -> None:
     r"""DIR/current is a link to the newest version's folder, such as DIR/00000041. The link is replaced in
     one step, after the new folder is complete and its digest is verified; that folder is never written again.
     The previous version stays until the build of the next one begins. If an object is damaged or the bucket
-    is unreachable, the command says so and keeps trying, and DIR/current does not change. You can kill the
-    command at any moment: if the digest of the version in DIR is right, the next start keeps that version.
+    is unreachable, the command says so and, without --once, keeps trying; DIR/current does not change. You
+    can kill the command at any moment: if the digest of the version in DIR is right, the next start keeps it.
 
     COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or
     did not run for the version in DIR, the next start runs it. {path} becomes the version's own folder,
@@ -393,7 +392,7 @@ def _follow(arguments: Arguments) -> None:
 
 
 def _announce(version: FollowedVersion, into: Path, command: str) -> None:
-    """Print the version and run the user's command, unless that succeeded before."""
+    """Print the version and run the user's command, unless the command has succeeded for this version."""
     done = into / ".announced"  # the last version, and the command that succeeded with it
     text = f"version {version.version} (digest {version.digest})"
     if done.exists() and done.read_text() == f"{text} {command}":
@@ -423,9 +422,9 @@ def _ended_by_signals() -> Iterator[None]:
 def _gc(arguments: Arguments) -> None:
     """The oldest versions are deleted first. These stay: all files that the newest version's manifest names;
     objects written in the hour before the run's newest object, and all files that a manifest among them
-    names; the versions of saved trainer states, and all later ones; HEADs, states, log and run.json. So you
-    can run the command while a trainer and replicas use the run. A deleted version can no longer be checked
-    out, pinned or verified.
+    names; the version of the oldest saved trainer state, and all later versions; HEADs, states, log and
+    run.json. So you can run the command while a trainer and replicas use the run. A deleted version can no
+    longer be checked out, pinned or verified.
 
     With Publisher(..., keep="20GB"), the trainer deletes old versions itself.
     """
@@ -448,7 +447,7 @@ def _gc(arguments: Arguments) -> None:
 
 def _keygen(arguments: Arguments) -> None:
     """FILE holds DELTA_WEIGHT_SYNC_SIGNING_KEY and DELTA_WEIGHT_SYNC_PUBLIC_KEY, and only you can read it.
-    The trainer needs the first, replicas and other readers only the second, which is printed. For a trainer:
+    The trainer needs the first key, readers only the second, which is printed. Before you start a trainer:
 
       set -a; . FILE; set +a
     """

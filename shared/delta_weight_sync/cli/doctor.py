@@ -15,18 +15,18 @@ _NAME = "delta-weight-sync"
 
 def configure(parser: argparse.ArgumentParser, _: str) -> None:
     """Add the arguments of `doctor`."""
-    help_ = "examine vLLM and TRL in this folder instead, such as an unpacked wheel"
+    help_ = "examine vLLM and TRL in FOLDER, such as an unpacked wheel, not the installed ones"
     parser.add_argument("--site", type=Path, metavar="FOLDER", help=help_)
-    parser.epilog = "The exit code is 1 if an installed package cannot be used."
+    parser.epilog = "The exit code is 1 if a package that was found cannot be used."
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> None:
     print(f"{_NAME} {importlib.metadata.version(_NAME)}, Python {platform.python_version()}")
     wrong = False if arguments.site else _packages()
-    for package in ("vllm", "trl"):
-        wrong |= _release(compat.examine(package, arguments.site))
-    sys.exit(int(wrong))
+    releases = [compat.examine(package, arguments.site) for package in ("vllm", "trl")]
+    found = [each for each in releases if each.version or not arguments.site]
+    sys.exit(int(any([wrong, *map(_release, found or releases)])))
 
 
 def _packages() -> bool:
@@ -40,7 +40,7 @@ def _packages() -> bool:
         try:
             found = importlib.metadata.version(need.name)
         except importlib.metadata.PackageNotFoundError:
-            print(f"  {'none':8} {need.name}: pip install '{_NAME}[{extra}]'")
+            print(f"  {'none':8} {need.name}: pip install '.[{extra}]' in the checkout")
             continue
         fits = need.specifier.contains(found, prereleases=True)
         cure = "" if fits else f": pip install '{need.name}{need.specifier}'"
@@ -50,7 +50,7 @@ def _packages() -> bool:
 
 
 def _release(release: compat.Release) -> bool:
-    """Print a line for each feature of vLLM or TRL. Return whether it is installed, but unusable."""
+    """Print a line for each feature of vLLM or TRL. Return whether the package is installed, but unusable."""
     problems = release.problems()[0]
     state = "was tested with this library" if release.known else "was not tested with this library"
     print(f"{release.package} {release.version} {state}" if release.version else problems[0])

@@ -33,10 +33,10 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     add("--encoding", choices=(*cost.ENCODE,), default="fast", help="encoding of deltas (default: fast)")
     kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
-    add("--ranks", type=_positive, help="ranks of the trainer (default: what its memory needs)")
-    add("--workers", type=_positive, help="workers of each replica (default: what its memory needs)")
+    add("--ranks", type=_positive, help="ranks of the trainer (default: as many as its memory needs)")
+    add("--workers", type=_positive, help="workers of each replica (default: as many as its memory needs)")
     add("--cores", type=_positive, default=2, help="cores of each rank and of each worker (default: 2)")
-    add("--steps-per-hour", type=_positive, help="steps of the trainer (default: what the slower side takes)")
+    add("--steps-per-hour", type=_positive, help="steps of the trainer (default: as many as possible)")
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)
 
@@ -48,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _quantity(unit: str, least: float, most: float, wanted: str) -> Callable[[str], float]:
-    """A parser of numbers with a unit; the group in `unit` is its scale, and b means bits."""
+    """Return a parser of numbers such as 10Gb/s. `unit`: a regular expression; its group: the scale."""
 
     def parse(text: str) -> float:
         match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)
@@ -80,15 +80,13 @@ the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight; its ranks: {asked.r
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight; its workers: {asked.workers or gpu}
 a machine has up to {cost.PER_MACHINE} ranks or workers: {machines}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
-the publisher makes {made} requests per version; {plan.uploads} in turn
-each replica polls HEAD, then makes {taken} requests per version; {plan.fetches} in turn, with the poll
+the publisher makes {made} requests per version, {plan.uploads} of them in sequence
+each replica polls HEAD, then makes {taken} requests per version; {plan.fetches} in sequence, poll included
 a request takes {time_text(asked.latency)} in addition to its bytes
-request counts assume the Hub's events, times assume {polls:.0f} polls in 5 minutes by each replica
+request counts assume that the Hub announces versions; times assume {polls:.0f} polls by a replica in 5 min
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
-    if ranks > 1:
-        text += f"\nsending {size_text(10 * plan.changes)} of changes per sync between ranks takes no time"
     if plan.replica_machines > 1:
         text += "\none machine of a replica fetches; the others read its folder in no time (never tried)"
     if plan.threads > 1:
@@ -120,7 +118,7 @@ def _table(plan: Plan) -> str:
     rows = f"""\
 one sync of {count_text(asked.params)} weights, {100 * asked.share:.3g} % changed, {how}
 delta file|{size(plan.delta)}|{plan.per_change:.3f} B per change, 1/{smaller} of the model
-diff|{time(plan.diff_s)}|the trainer waits; {ranks}, each with its own shard
+diff|{time(plan.diff_s)}|the trainer waits; {ranks}{", exchange included" * (plan.trainer_ranks > 1)}
 encode|{time(plan.encode_s)}|in the background, {ranks} with {threads} each
 upload|{time(plan.upload_s)}|in the background, over {links}
 notification|{time(plan.notification_s)}|half of a poll interval; less with events or pokes
@@ -149,13 +147,13 @@ copy a trainer state|{time(plan.copy_state_s)}|training waits; every {cost.STATE
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}
-host memory of each rank|{size(plan.mirror)}|the mirror: own tensors, and own blocks of others
+host memory of each rank|{size(plan.mirror)}|the mirror: its tensors, and its blocks of other ranks' tensors
 a day's bucket, kept for a month|${plan.storage_usd_month:,.2f}|private, on the Hub
 replicas as Spaces|{spaces}
 
 the same with full checkpoints
 a sync|{size(plan.full)}|{smaller} times as many bytes
-hand-over to loaded|{time(plan.full_s)}|loading stops generation
+until it is loaded|{time(plan.full_s)}|loading stops generation
 versions per hour|{_figure(plan.full_versions_hour)}
 
 assumptions"""

@@ -1,9 +1,9 @@
-"""The delta codec: old bits + new bits -> delta file -> patches; exact for every bf16 bit pattern.
+"""The delta codec: encodes changes of bf16 bits as a delta file and decodes it; exact for all patterns.
 
-Most changes of an RL step move a weight by one unit in the last place (ULP), and the smaller a weight is, the
-likelier it moves. Encoding `fast` stores the distance from each change to the next: 1.25 bytes per change if
-1 % of the weights changed. `small` also uses how large the old weights are, which the receiver knows: 0.89
-bytes. One reader reads both.
+Most changes of an RL step are one unit in the last place (ULP), and small weights change more often. Encoding
+`fast` stores the distance from each change to the next. If 1 % of the weights changed, a change takes 1.25
+bytes. Encoding `small` also uses the magnitudes of the old weights, which the reader has; a change then takes
+0.89 bytes. `Delta` reads both encodings.
 """
 
 from delta_weight_sync.codec._file import Delta as Delta
@@ -17,10 +17,12 @@ from delta_weight_sync.codec._patch import Bits as Bits
 from delta_weight_sync.codec._patch import Index as Index
 from delta_weight_sync.codec._patch import Patch as Patch
 from delta_weight_sync.codec._patch import apply as apply
+from delta_weight_sync.codec._patch import compare as compare
 from delta_weight_sync.codec._patch import count_ulps as count_ulps
 from delta_weight_sync.codec._patch import diff as diff
 from delta_weight_sync.codec._patch import diff_flat as diff_flat
 from delta_weight_sync.codec._patch import inverse as inverse
 from delta_weight_sync.codec._patch import join as join
 from delta_weight_sync.codec._patch import merge as merge
+from delta_weight_sync.codec._patch import nearest as nearest
 from delta_weight_sync.codec.groups import Decoded as Decoded

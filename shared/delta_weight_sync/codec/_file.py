@@ -1,15 +1,15 @@
-"""The delta file: a safetensors file whose metadata says what is in it, see `docs/wire-format.md`.
+"""A delta is a safetensors file whose metadata describes its content: see `docs/wire-format.md`.
 
-The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.signs` and so on. The model's
-tensors of a group are coded as one sequence, with one set of parameters.
+The changed tensors of the model form groups; each group is coded as one sequence, with one set of parameters.
+The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.signs` and so on.
 """
 
 import json
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, cast
@@ -31,12 +31,17 @@ DELTA_FORMAT = "delta-weight-sync-delta/2"
 Encoding = Literal["fast", "small"]
 Shapes = Mapping[str, tuple[int, ...]]
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
-_LONGEST = 300  # characters of an error's reason
+_LONGEST = 300  # max characters of an error's reason
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
-_MOST, _DIMS = 1 << 48, 32  # elements and dimensions of a tensor
+_MOST, _DIMS = 1 << 48, 32  # max elements and max dimensions of a tensor
 _Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a group's index
 _TABLE = TypeAdapter(Many[tuple[str, Annotated[Many[_Number], Field(max_length=_DIMS)], _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])
+
+
+Share = tuple[int, int]
+"""(k, n): group k of a delta, and every n-th group after it."""
+WHOLE: Final[Share] = (0, 1)
 
 
 class TensorRow(NamedTuple):
@@ -53,7 +58,7 @@ class Delta:
     """A delta file whose header has been read; `decode` and `patches` read the changes."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header. Raises `CodecError`, which names the file, if it is not a delta."""
+        """Read the header. If the file is not a delta, raises a `CodecError` that names the file."""
         self._path = path
         with _named(path):
             if (size := header_size(path)) > MAX_HEADER:
@@ -68,25 +73,30 @@ class Delta:
 
     @cached_property
     def tensors(self) -> list[TensorRow]:
-        """The tensors that change, group by group."""
+        """The changed tensors, group by group."""
         return [*map(TensorRow, self._names, self._shapes, *self._rows.tolist())]
 
     @property
+    def changes(self) -> int:
+        """The number of changes."""
+        return int(self._rows[1].sum())
+
+    @property
     def reads_old(self) -> bool:
-        """Whether decoding needs the bits of the version before."""
+        """Whether decoding needs the bits of version `base`."""
         return any(groups.LAYOUTS[group.mode].reads_old for group in self.groups)
 
-    def decode(self, shapes: Shapes, old: Old, wanted: Container[str] | None = None) -> Iterator[Decoded]:
+    def decode(self, shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterator[Decoded]:
         """Yield the changes, one group of tensors at a time, without a Python step for each tensor.
 
         Memory is bounded for any file: at most 64 bytes per byte of the file and 16 per element of the model.
-        A yielded change takes 10 of the 16 (position 8, ULPs 2); the rest is scratch space for decoding.
+        Of these 16 bytes, a yielded change takes 10 (position 8, ULPs 2); decoding needs the rest meanwhile.
 
         Args:
-            shapes: Shapes of the model's tensors. The table is checked against them first.
-            old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). Called only for modes
-                that need it.
-            wanted: Leave out groups that have none of these tensors.
+            shapes: Shapes of the model's tensors. A file with other shapes is refused before decoding.
+            old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). Called only for groups
+                whose mode needs these bits.
+            share: Which groups to decode.
 
         Raises:
             CodecError: The file is damaged or does not fit the model. Discard what was yielded before.
@@ -97,7 +107,7 @@ class Delta:
                 raise CodecError(f"it changes {name} {list(shape)}, which this model does not have")
             with safe_open(self._path, framework="numpy") as file:
                 yield from in_order(
-                    lambda job: groups.decode_group(*job), self._decode_jobs(file, old, wanted)
+                    lambda job: groups.decode_group(*job), self._decode_jobs(file, old, share)
                 )
 
     def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
@@ -105,16 +115,15 @@ class Delta:
         for decoded in self.decode(shapes, old):
             yield from decoded.patches(shapes)
 
-    def _decode_jobs(self, file: Any, old: Old, wanted: Container[str] | None) -> Iterator[tuple[Any, ...]]:
-        for number, (group, (a, b)) in enumerate(zip(self.groups, pairwise(self._starts), strict=True)):
-            if wanted is not None and not any(name in wanted for name in self._names[a:b]):
-                continue
+    def _decode_jobs(self, file: Any, old: Old, share: Share) -> Iterator[tuple[Any, ...]]:
+        for number in range(share[0], len(self.groups), share[1]):
+            group, (a, b) = self.groups[number], self._starts[number : number + 2]
             streams = {name: _stream(file, f"{number}.{name}") for name in groups.LAYOUTS[group.mode].streams}
-            olds = groups.read_old([group.mode], self._names[a:b], old)
+            olds = groups.read_old(group.mode, self._names[a:b], old)
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
 
     def _read_table(self, text: str) -> None:
-        """Read and check the table. A group must end once it has `GROUP_ELEMENTS`, which bounds its size."""
+        """Read and check the table. A group that has reached `GROUP_ELEMENTS` gets no further tensor."""
         table = sorted(_TABLE.validate_json(text, strict=True), key=itemgetter(3))
         names, shapes, changes, group = zip(*table, strict=True) if table else ((), (), (), ())
         numels = [*map(math.prod, shapes)]
@@ -156,7 +165,7 @@ def encode(
         patches: The changes. They are consumed one by one, so not all of them have to be in memory.
         old: Returns the bits of a tensor at version `base` (uint16, C-contiguous).
         base: The version that the patches start from.
-        version: The version that they lead to.
+        version: The version that the patches lead to.
         encoding: `fast`, or `small`: about 30 % fewer bytes, but more computation.
 
     Returns:
@@ -166,9 +175,9 @@ def encode(
     table: list[tuple[str, Sequence[int], int, int]] = []
     described: list[Group] = []
     streams: Streams = {}
-    sparse: list[Mode] = ["bands", "gaps"] if encoding == "small" else ["gaps"]
+    sparse: Mode = "bands" if encoding == "small" else "gaps"
     jobs = groups.encode_jobs(changed, old, sparse)
-    for members, (group, coded) in in_order(lambda job: (job[1], groups.encode_smallest(*job)), jobs):
+    for members, (group, coded) in in_order(lambda job: (job[1], groups.encode_group(*job)), jobs):
         table += [(p.name, p.shape, p.index.size, len(described)) for p in members]
         streams |= {f"{len(described)}.{key}": stream for key, stream in coded.items()}
         described.append(group)
@@ -181,21 +190,21 @@ def encode(
     }
     data = save(streams, metadata)
     end = 8 + int.from_bytes(data[:8], "little")
-    # safetensors writes metadata in random order; the same changes should give the same bytes.
+    # Sort the header: safetensors writes metadata in random order, but equal changes should give equal bytes.
     header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return data[:8] + header.encode().ljust(end - 8) + data[end:]
 
 
-def merged(
-    deltas: Sequence[Delta], shapes: Shapes, old: Old, wanted: Container[str] | None = None
-) -> Iterable[Decoded]:
-    """Decode consecutive deltas, or their parts, as one. `old` gives the bits at the first delta's base.
+def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterable[Decoded]:
+    """Decode consecutive deltas, or parts of one delta, as one. `old` gives the bits at the first base.
 
-    Changes of tensors that are not `wanted` may be left out. If old bits are needed, none are left out.
+    `share`: which groups of the parts to decode. Of consecutive deltas, all groups are decoded.
     """
-    if len({(delta.base, delta.version) for delta in deltas}) == 1:
-        some = None if any(delta.reads_old for delta in deltas) else wanted
-        return chain.from_iterable(delta.decode(shapes, old, some) for delta in deltas)
+    if len({delta.version for delta in deltas}) == 1:
+        first, every = share
+        shares = (((first - at) % every, every) for at in range(len(deltas)))
+        parts = zip(deltas, shares, strict=True)
+        return chain.from_iterable(delta.decode(shapes, old, some) for delta, some in parts)
     found: dict[str, Patch] = {}
 
     def between(name: str) -> Bits:

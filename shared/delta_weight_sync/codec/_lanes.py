@@ -23,7 +23,7 @@ _EXPONENTS = ir.VectorType(ir.IntType(8), LANES)
 
 @intrinsic
 def differs(typing: Any, left: Any, right: Any, start: Any) -> Any:
-    """uint64: bit j is set where `left[start + j] != right[start + j]`; both uint16, contiguous."""
+    """Return uint64: bit j says whether `left[start + j] != right[start + j]` (both uint16, contiguous)."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         blocks = [_load(context, builder, signature.args[i], values[i], values[2]) for i in (0, 1)]
@@ -36,9 +36,9 @@ def differs(typing: Any, left: Any, right: Any, start: Any) -> Any:
 def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: Any) -> Any:
     """Write one mask per band to `masks` (uint64 [8]): which of the 64 weights from `start` are in the band.
 
-    `bits` is uint16. `limits` (int8 [7], ascending) has the lowest exponent of each band but the first, minus
-    128, because some machines compare only signed bytes. The caller pads a block with weights of
-    the last band; `valid` has a bit for each lane that is not padding.
+    `bits` is uint16. `limits`, int8 [7], ascending: lowest exponent of each band but the first, minus 128,
+    because some machines compare only signed bytes. The caller pads an incomplete block with weights of the
+    last band; `valid` (uint64) has a set bit for each lane that is not padding.
     """
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -64,7 +64,7 @@ def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: An
 
 @intrinsic
 def at_most(typing: Any, numbers: Any, limit: Any) -> Any:
-    """uint64: bit j is set where `numbers[j]` (int16 [64]) is at most `limit` (int64, below 2^15)."""
+    """Return uint64: bit j says whether `numbers[j]` (int16 [64]) is at most `limit` (int64, below 2^15)."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         block = _load(context, builder, signature.args[0], values[0], ir.Constant(_WORD, 0))
@@ -75,19 +75,25 @@ def at_most(typing: Any, numbers: Any, limit: Any) -> Any:
 
 
 @intrinsic
+def pointer(typing: Any, address: Any) -> Any:
+    """Return a pointer to the bf16 bits at an address."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.PointerType(ir.IntType(16)))
+
+    return types.CPointer(types.uint16)(types.int64), emit
+
+
+@intrinsic
 def ones(typing: Any, word: Any) -> Any:
     """Number of set bits of a uint64."""
     return types.int64(types.uint64), lambda context, builder, signature, values: builder.ctpop(values[0])
 
 
-@intrinsic
-def lowest(typing: Any, word: Any) -> Any:
+@kernel
+def lowest(word: np.uint64) -> int:
     """Position of the lowest set bit of a uint64; 64 for zero."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.cttz(values[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), emit
+    return int(ones(~word & (word - np.uint64(1))))
 
 
 @intrinsic
@@ -107,7 +113,7 @@ def select(word: np.uint64, rank: int) -> int:
     position = np.uint64(0)
     for width in (32, 16, 8, 4, 2, 1):
         below = ones((word >> position) & np.uint64((1 << width) - 1))
-        above = np.int64(rank >= below)  # not a branch: the CPU would mispredict it half of the time
+        above = np.int64(rank >= below)  # no branch, because the CPU would mispredict half of the time
         rank -= below * above
         position += np.uint64(width * above)
     return int(position)

@@ -1,22 +1,27 @@
 """The changed elements of one tensor, and the exact arithmetic on them."""
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
+from numba import carray
 from numpy.typing import NDArray
 
-from delta_weight_sync.codec._lanes import LANES, differs, lowest
+from delta_weight_sync.codec._lanes import LANES, differs, lowest, pointer
 from delta_weight_sync.errors import CodecError
-from delta_weight_sync.util import kernel
+from delta_weight_sync.util import in_order, kernel
 
 Bits = NDArray[np.uint16]
 Index = NDArray[np.int64]
+Table = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
-_CHUNK = 1 << 18  # elements compared at a time, so that the scratch space stays in the cache
+_LINE = 1 << 11  # values compared at a time; rounded to bf16, they stay in the fastest cache
+_CHUNK = 1 << 18  # one call of `_compare` compares about this many values, at most twice as many
+_BATCHES = 16  # calls of `_compare` in one job of a thread
+_INFINITY = 0x7F80  # the exponent of infinities and NaNs
 
 
 @dataclass(slots=True)
@@ -38,16 +43,16 @@ class Patch:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
 
 ULP_CLASSES = ("1", "2", "3-4", "5-16", "17-256", "257+")  # sizes of changes in ULPs, in either direction
-_CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # of all classes but the first
+_CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # smallest size in each class but the first
 
 
 def count_ulps(patch: Patch) -> NDArray[np.int64]:
-    """Count the changes of a patch in each of `ULP_CLASSES`. A change of sign counts in the last class."""
+    """Count the changes of a patch in each of `ULP_CLASSES`. Changes of sign count in the last classes."""
     distance = np.abs(patch.ulps.view(np.int16).astype(np.int32))
     return np.bincount(np.searchsorted(_CLASS_STARTS, distance, side="right"), minlength=len(ULP_CLASSES))
 
@@ -70,38 +75,64 @@ def diff(name: str, old: Bits, new: Bits) -> Patch:
 
 
 def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
-    """Return (index, ulps) of the differences of two flat uint16 arrays that begin at position `first`."""
-    places, amounts = [], []
-    index, ulps = _scratch.arrays
-    for start in range(0, old.size, _CHUNK):
-        parts = old[start : start + _CHUNK], new[start : start + _CHUNK]
-        count = _scan(*parts, first + start, index, ulps)
-        places.append(index[:count].copy())
-        amounts.append(ulps[:count].copy())
-    return join(places, np.int64), join(amounts, np.uint16)
+    """Compare two flat uint16 arrays, whose first element has position `first`. Return (index, ulps)."""
+    _, index, ulps = compare(np.array([[old.ctypes.data, new.ctypes.data, 2, old.size]]), 1)
+    return index + first, ulps
 
 
-class _Scratch(threading.local):
-    """Each thread's buffers for the changes of a chunk. New ones would cost more than the comparison."""
+def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
+    """Find the differences of many tensors, without a Python step for each.
 
-    def __init__(self) -> None:
-        self.arrays = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.uint16)
+    `tensors`, int64 [n, 4]: addresses of the old bits and of the new values, both contiguous; bytes of a new
+    value (2: bf16; 4: float32, rounded as by `nearest`); number of values. `threads`: 0 for `util.THREADS`.
+
+    Returns int64 [2, n]: each tensor's number of changes, and its number of changes to NaN or infinity; then
+    `index` and `ulps`, as in a `Patch`, of one tensor after the other.
+    """
+    number = np.arange(len(tensors))
+    pieces = cut(np.stack([number, 0 * number, tensors[:, 3]], 1), _CHUNK)
+    batches = np.split(pieces, np.flatnonzero(np.diff(pieces[:, 2].cumsum() // _CHUNK)) + 1)
+    jobs = (batches[first : first + _BATCHES] for first in range(0, len(batches), _BATCHES))
+
+    def work(some: list[Table]) -> list[tuple[Table, Index, Bits]]:
+        index, ulps = np.empty(2 * _CHUNK, np.int64), np.empty(2 * _CHUNK, np.uint16)
+        found = []
+        for batch in some:
+            counts = np.zeros((2, len(batch)), np.int64)
+            size = _compare(tensors, batch, index, ulps, counts)
+            found.append((counts, index[:size].copy(), ulps[:size].copy()))
+        return found
+
+    found = [*chain.from_iterable(in_order(work, jobs, threads))]
+    counts, places, amounts = zip(*found, strict=True)
+    of_pieces = np.concatenate(counts, 1)
+    of_tensors = np.stack([np.bincount(pieces[:, 0], row, len(tensors)) for row in of_pieces]).astype(
+        np.int64
+    )
+    return of_tensors, join(places, np.int64), join(amounts, np.uint16)
 
 
-_scratch = _Scratch()
+def cut(parts: Table, size: int) -> Table:
+    """Cut each part (row of int64 [p, 3]: tensor, start, length) into parts of at most `size`."""
+    pieces = -(-parts[:, 2] // size)
+    cuts = np.repeat(parts, pieces, axis=0)
+    offset = (np.arange(len(cuts)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
+    cuts[:, 1] += offset
+    cuts[:, 2] = np.minimum(size, cuts[:, 2] - offset)
+    return cuts
 
 
 def join(parts: Sequence[NDArray[Number]], dtype: type[Number]) -> NDArray[Number]:
-    """Join the parts to one array, which is empty if there are none."""
+    """Join the parts to one array. Without parts, return an empty array of `dtype`."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])
 
 
 def apply(patch: Patch, bits: Bits) -> None:
-    """Add the patch to `bits` (uint16, C-contiguous) in place; raises `CodecError` if it does not fit."""
+    """Add the patch to `bits` (uint16, C-contiguous) in place. Raises `CodecError` if the two do not fit."""
     if bits.shape != patch.shape:
         raise CodecError(f"{patch.name}: the delta is for shape {patch.shape}, the model has {bits.shape}")
     if patch.index.size and not 0 <= patch.index[0] <= patch.index[-1] < bits.size:
-        raise CodecError(f"{patch.name}: position {patch.index[-1]} lies outside shape {patch.shape}")
+        raise CodecError(f"{patch.name}: a position lies outside shape {patch.shape}")
     _add(bits.reshape(-1), patch.index, patch.ulps)
 
 
@@ -111,7 +142,7 @@ def inverse(patch: Patch) -> Patch:
 
 
 def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
-    """Return one patch per tensor that has the effect of `first`, then `second`; drop changes that cancel."""
+    """Merge the patches `first` and the later ones `second` into one per tensor. Drop changes that cancel."""
     merged = {p.name: p for p in first}
     for later in second:
         name, shape = later.name, later.shape
@@ -124,6 +155,38 @@ def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
             count = _merge(earlier.index, earlier.ulps, later.index, later.ulps, index, ulps)
             merged[name] = Patch(name, shape, index[:count].copy(), ulps[:count].copy())
     return [p for p in merged.values() if p.index.size]
+
+
+@kernel
+def nearest(words: NDArray[np.uint32], bits: Bits) -> None:
+    """Round float32 `words` [n] to the nearest bf16 `bits`, ties to even. Every NaN becomes 0x7fc0."""
+    for j in range(words.size):
+        word = words[j]
+        rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        bits[j] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+
+@kernel
+def _compare(tensors: Table, pieces: Table, index: Index, ulps: Bits, counts: Table) -> int:
+    """Compare `pieces` (int64 [p, 3]: tensor, first value, number of values); return how many differ."""
+    count, line = 0, np.empty(_LINE, np.uint16)
+    for p in range(pieces.shape[0]):
+        tensor, first, size = pieces[p]
+        before, now, width, _ = tensors[tensor]
+        for at in range(first, first + size, _LINE):
+            length, begin = min(_LINE, first + size - at), count
+            old, new = carray(pointer(before + 2 * at), length), line[:length]
+            if width == 4:
+                nearest(carray(pointer(now + 4 * at), 2 * length).view(np.uint32), new)
+            else:
+                new = carray(pointer(now + 2 * at), length)
+            count += _scan(old, new, at, index[count:], ulps[count:])
+            for j in range(begin, count):
+                bits = new[index[j] - at]
+                counts[1, p] += (bits & np.uint16(_INFINITY)) == _INFINITY
+            counts[0, p] += count - begin
+    return count
 
 
 @kernel

@@ -3,11 +3,12 @@
 `docs/wire-format.md` describes both codes. A stream is little-endian 64-bit words, filled from the lowest
 bit. For distances between independent events, a Rice code is within 3 % of the entropy.
 
-A *band* is a sequence of items, some of which are events (changes, or large changes). It is coded as runs: a
-*run* is the number of items between two events. Readers step through up to eight bands in parallel. If more
-than half of a band's items are events, it is `flipped`: the other items are coded instead.
+A *band* is a sequence of items; some items are events (changes, or large changes). A band is coded as *runs*:
+a run is the number of items between two events. Readers step through up to eight bands in parallel. If more
+than half of a band's items are events, the band is `flipped`: the other items are coded like events.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,8 +21,11 @@ from delta_weight_sync.errors import CodecError
 from delta_weight_sync.util import kernel
 
 MAX_K = 40
+# The best Rice parameter k is the smallest with p ** 2**k <= exp(HALFWAY), where p is the probability that an
+# item is no event (Gallager and Van Voorhis, 1975).
+HALFWAY = math.log((math.sqrt(5) - 1) / 2)
 MAX_GOLOMB = 14
-FAR = 1 << 62  # a run longer than any sequence: there is no further event
+FAR = 1 << 62  # a run longer than any sequence: no further event follows
 _PART = 4096  # a flipped band is read this many items at a time
 REMAINDER, QUOTIENT, END, K, LEFT, RUN, FLIPPED = range(7)  # rows of a reader's state
 Words = NDArray[np.uint64]
@@ -31,31 +35,21 @@ State = NDArray[np.int64]
 
 @kernel
 def rice_k(numbers: Numbers) -> tuple[int, int]:
-    """(k, bits): the parameter with which the Rice section of `numbers` is shortest, and its length."""
-    total = np.int64(0)
+    """Return (k, bits): the best k for runs between independent events, and the section's length in bits."""
+    total, k = np.int64(0), 0
     for number in numbers:
         total += number
-    guess = 0
-    while guess < MAX_K and (numbers.size << (guess + 1)) < total:
-        guess += 1
-    first, last = max(guess - 1, 0), min(guess + 1, MAX_K)
-    one, two, three = np.uint64(0), np.uint64(0), np.uint64(0)  # sums of the quotients of three parameters
+    if total > 0:
+        k = min(max(math.ceil(math.log2(-HALFWAY / math.log1p(numbers.size / total))), 0), MAX_K)
+    bits = np.int64(numbers.size) * (k + 1)
     for number in numbers:
-        quotient = np.uint64(number) >> np.uint64(first)
-        one += quotient
-        two += quotient >> np.uint64(1)
-        three += quotient >> np.uint64(2)
-    best_k, best_bits = 0, np.int64(-1)
-    for k, quotients in ((first, one), (first + 1, two), (first + 2, three)):
-        bits = np.int64(numbers.size) * (k + 1) + np.int64(quotients)
-        if k <= last and (best_bits < 0 or bits < best_bits):
-            best_k, best_bits = k, bits
-    return best_k, int(best_bits)
+        bits += number >> k
+    return k, int(bits)
 
 
 @kernel
 def put_rice(numbers: Numbers, k: int, words: Words, at: int) -> int:
-    """Write a Rice section at bit `at` of zeroed `words`; returns the bit after it."""
+    """Write a Rice section at bit `at` of zeroed `words`; return the bit after the section."""
     _put_remainders(numbers, k, words, at)
     at += k * numbers.size
     place, word = at >> 6, words[at >> 6]
@@ -86,7 +80,7 @@ def _put_remainders(numbers: Numbers, k: int, words: Words, at: int) -> None:
 
 @kernel
 def _peek(words: Words, at: int) -> np.uint64:
-    """64 bits from bit `at`. The word that holds `at` and the next word must exist."""
+    """Return 64 bits from bit `at` on. The word that holds bit `at` and the next word must exist."""
     number, shift = np.uint64(at) >> np.uint64(6), np.uint64(at) & np.uint64(63)
     after = words[number + np.uint64(1)] << np.uint64(1)
     return words[number] >> shift | after << (np.uint64(63) - shift)
@@ -100,7 +94,7 @@ def take(words: Words, at: int, bits: int) -> int:
 
 @kernel
 def next_one(words: Words, at: int, end: int) -> int:
-    """Position of the first set bit from `at` on; `end` if none comes before it."""
+    """Position of the first set bit from `at` on; `end` if there is none before `end`."""
     word = _peek(words, at)
     while word == 0 and at < end:
         at += 64
@@ -110,7 +104,7 @@ def next_one(words: Words, at: int, end: int) -> int:
 
 @kernel
 def golomb_k(numbers: Numbers) -> tuple[int, int]:
-    """(k, bits): the parameter with which the Exp-Golomb section of `numbers` is shortest, and its length."""
+    """Return (k, bits): the k that makes the Exp-Golomb section of `numbers` shortest, and its length."""
     best_k, best_bits = 0, np.int64(-1)
     for k in range(MAX_GOLOMB + 1):
         bits = np.int64(0)
@@ -118,14 +112,14 @@ def golomb_k(numbers: Numbers) -> tuple[int, int]:
             bits += 2 * length(np.uint64(number) + (np.uint64(1) << np.uint64(k)))
         bits -= np.int64(numbers.size) * (k + 1)
         if best_bits >= 0 and bits > best_bits:
-            break  # the length has a single minimum
+            break  # as k grows, the length has a single minimum
         best_k, best_bits = k, bits
     return best_k, int(best_bits)
 
 
 @kernel
 def put_golomb(numbers: Numbers, k: int, words: Words, at: int) -> int:
-    """Write an Exp-Golomb section at bit `at` of zeroed `words`; returns the bit after it."""
+    """Write an Exp-Golomb section at bit `at` of zeroed `words`; return the bit after the section."""
     for number in numbers:
         shifted = np.uint64(number) + (np.uint64(1) << np.uint64(k))
         rest = length(shifted) - 1
@@ -137,7 +131,7 @@ def put_golomb(numbers: Numbers, k: int, words: Words, at: int) -> int:
 
 @kernel
 def take_golomb(words: Words, at: int, end: int, k: int) -> tuple[int, int]:
-    """(number, bit after it) of the Exp-Golomb code at bit `at`; (-1, at) if it does not end before `end`."""
+    """Read the Exp-Golomb code at bit `at`. Return (number, bit after the code); if damaged, (-1, at)."""
     one = next_one(words, at, end)
     bits = one - at + k
     if one == end or bits > MAX_K or one + 1 + bits > end:
@@ -179,7 +173,7 @@ class Section(NamedTuple):
 
 
 def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
-    """Encode bands. `bands[b]` has the run before each event of band b; `totals[b]` counts its items."""
+    """Encode bands. `bands[b]`: the run before each event of band b; `totals[b]`: number of its items."""
     flips = [2 * runs.size > total for runs, total in zip(bands, totals, strict=True)]
     given = zip(bands, totals, flips, strict=True)
     coded = [_others(runs, total) if flip else runs for runs, total, flip in given]
@@ -198,14 +192,14 @@ def open_runs(
 ) -> tuple[Words, State]:
     """Return the words of a stream, and the state of a reader before the first item: int64 [7, bands].
 
-    Raises `CodecError`, which names the stream as `what`, if the sections do not fit it or a run is damaged.
+    Raises `CodecError` if a section does not fit or begins with a damaged run. `what`: name for messages.
     """
     words, state = to_words(stream), np.zeros((7, len(sections)), np.int64)
     at = 0
     for band, (events, k, flipped, bits) in enumerate(sections):
         if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
             raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
-        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # -1: a virtual event
+        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # -1: event before item 0
         if walk(words, state, band, 0, np.empty(1, np.int64)) < 0:
             raise CodecError(f"the section of {what} is damaged")
         at += bits
@@ -214,8 +208,8 @@ def open_runs(
 
 @kernel
 def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int:
-    """Write the events among a band's next `numel` items to `index`; returns their number, -1 if damaged."""
-    count, at, k = 0, state[RUN, band], state[K, band]  # the state stays in registers
+    """Write the positions of events in a band's next `numel` items. Return their number; -1: damaged."""
+    count, at, k = 0, state[RUN, band], state[K, band]  # keeps the state in registers
     left, remainder = state[LEFT, band], state[REMAINDER, band]
     quotient, end = state[QUOTIENT, band], state[END, band]
     number = quotient >> 6
@@ -272,7 +266,7 @@ def finished(state: State) -> bool:
 
 @kernel
 def _others(runs: Numbers, total: int) -> Numbers:
-    """For each item that is not an event: the number of events directly before it."""
+    """Return, for each item that is not an event, the number of events directly before that item."""
     out = np.zeros(total - runs.size, np.int64)
     at, events = 0, 0
     for run in runs:

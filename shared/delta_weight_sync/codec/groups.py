@@ -1,9 +1,9 @@
-"""Groups of tensors: which tensors are coded together, and in which mode, so that the file is small.
+"""Codes tensors in groups: decides which tensors form a group, and which mode needs the fewest bytes.
 
 `LAYOUTS` lists the modes. A tensor without changes is not listed in the file. The modes `gaps`, `bands` and
-`mask` store the sizes of the changes in separate streams: one sign bit per change, which changes are large
-(more than one ULP), and how large these are. To add a mode, add an entry to `Mode` and `LAYOUTS`, a branch to
-`encode_group` and to `decode_group` or `_positions`, and say in `_other_modes` when to try it.
+`mask` have separate streams for the sizes of the changes: one sign bit per change, which changes are large
+(more than one ULP), and how large these are. To add a mode, extend `Mode` and `LAYOUTS`, add a branch to
+`encode_group` and to `decode_group` or `_positions`, and say in `_other_modes` when to try the mode.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,18 +29,19 @@ Old = Callable[[str], Bits]
 Bytes = NDArray[np.uint8]
 Streams = dict[str, Bytes]
 Item = TypeVar("Item")
-Many = Annotated[tuple[Item, ...], FailFast()]  # stops at the first bad item of perhaps a million
+Many = Annotated[tuple[Item, ...], FailFast()]  # stops at the first bad item: there may be a million
 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
-_CLUSTERED = 4.0  # with this many times the adjacent changes expected by chance, try a bitmask
+_FEW = 64  # a tensor with fewer changes is coded in mode `gaps` or `bands`, see `encode_jobs`
+_CLUSTERED = 4.0  # try a bitmask if adjacent changes are this many times as frequent as by chance
 _UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
 _BY_BAND = positions.cut(range(1, BANDS))  # exponent e is band e; see `_as_weights`
 _ZSTD_LEVEL = 1
 
 
 class Layout(NamedTuple):
-    """A mode: its description (`words`), the lengths of a `Group`'s lists (`rows`), its streams, and whether
-    it reads old bits."""
+    """A mode: its description (`words`), the lengths of `limits`, `gaps`, `large` and `sizes` in a `Group`
+    (`rows`), the mode's streams, and whether it reads old bits."""
 
     words: str
     rows: tuple[int, int, int, int]
@@ -64,8 +65,8 @@ class Group(BaseModel):
     """How the tensors of one group are coded: all that a reader needs in addition to the streams.
 
     `limits` separate the bands. For each band, `gaps` and `large` have the fields of a `bits.Section`, and
-    `sizes` has (Exp-Golomb parameter, bits). They are plain tuples: if a NamedTuple is too long, pydantic
-    reports each surplus item, and a hostile file may have a million.
+    `sizes` has (Exp-Golomb parameter, bits). These are plain tuples, because pydantic reports each surplus
+    item of a NamedTuple, and a hostile file may have a million.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -132,10 +133,10 @@ def decode_group(
 ) -> Decoded:
     """Return the changes of a group.
 
-    `sizes`, int64 [2, n]: each tensor's elements and changes. `olds`: its old bits, if the mode reads them.
+    `sizes`, int64 [2, n]: elements and changes of each tensor. `olds`: from `read_old`.
     """
     lengths = tuple(len(each) for each in (group.limits, group.gaps, group.large, group.sizes))
-    if lengths != (expected := LAYOUTS[group.mode].rows):  # the kernels rely on it
+    if lengths != (expected := LAYOUTS[group.mode].rows):  # the kernels rely on these lengths
         raise CodecError(f"the lists of a group of mode {group.mode} have {lengths} items, not {expected}")
     total, changes = sizes.sum(1).tolist()
     if group.mode in ("dense", "raw"):
@@ -204,7 +205,7 @@ def _positions(
 def _move(index: Index, numels: Index, changes: Index) -> int:
     """Turn positions in the group into positions in its tensors, in place.
 
-    Returns -1, or the index of a tensor that does not have its number of `changes`.
+    Returns -1, or the index of a tensor whose number of changes is not the one in `changes`.
     """
     at, first = 0, np.int64(0)
     for tensor in range(numels.size):
@@ -222,7 +223,7 @@ def _move(index: Index, numels: Index, changes: Index) -> int:
 
 
 def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any], Streams]:
-    """Code `ulps` [n], which are in the bands `band_of` [n]. Returns fields of `Group`, and the streams."""
+    """Code `ulps` [n], of changes in the bands `band_of` [n]. Return fields of `Group`, and the streams."""
     at = np.flatnonzero((ulps != _UP) & (ulps != _DOWN))
     if bands > 1:
         runs, changes, _ = positions.band_runs([_as_weights(band_of)], [at], _BY_BAND)
@@ -244,7 +245,7 @@ def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
     """Return the ULPs of all changes, given their bands."""
     if streams["signs"].size != (band_of.size + 7) // 8:
         raise CodecError(f"{streams['signs'].size} bytes of signs for {band_of.size} changes")
-    sizes, at = np.zeros((3, len(group.sizes)), np.int64), 0  # next bit, end, parameter
+    sizes, at = np.zeros((3, len(group.sizes)), np.int64), 0  # rows: next bit, end, k
     for band, (k, length) in enumerate(group.sizes):
         if not (0 <= k <= bits.MAX_GOLOMB and 0 <= length <= 8 * streams["sizes"].size - at):
             raise CodecError(f"a section of {length} bits does not fit its stream")
@@ -252,7 +253,7 @@ def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
         at += length
     words, state = bits.open_runs(group.large, streams["large"], "large changes")
     ulps = np.unpackbits(streams["signs"], count=band_of.size, bitorder="little").astype(np.uint16)
-    ulps *= np.uint16(65534)  # -2: the bits 0 and 1 become 1 and -1, for now one ULP each
+    ulps *= np.uint16(65534)  # times -2, plus 1: the bits 0 and 1 become 1 and -1 ULP; see `_enlarge`
     ulps += np.uint16(1)
     large = np.empty(min(ulps.size, at), np.int64)
     bands = np.zeros(large.size, np.uint8)
@@ -275,7 +276,7 @@ def _as_weights(band_of: Band) -> Bits:
 
 @kernel
 def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) -> bool:
-    """Multiply the `ulps` (1 or -1) of the `large` changes by their sizes. False if these are damaged."""
+    """Multiply the `ulps` (1 or -1) of the `large` changes by their sizes. False if a size is damaged."""
     good = True
     for i in range(large.size):
         band = bands[i]
@@ -300,61 +301,44 @@ def _pack(content: Bytes) -> Bytes:
 
 
 def _unpack(frame: Bytes, size: int) -> Bytes:
-    """Unpack a zstd frame, after a check that it claims `size` bytes."""
+    """Unpack a zstd frame, after checking that it claims to hold `size` bytes."""
     if zstandard.frame_content_size(frame.tobytes()) != size:
         raise CodecError(f"a compressed stream does not hold {size} bytes")
     unpacked = zstandard.ZstdDecompressor().decompress(frame.tobytes(), allow_extra_data=False)
     return np.frombuffer(unpacked, np.uint8)
 
 
-def encode_jobs(
-    patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]
-) -> Iterator[tuple[Sequence[Mode], list[Patch], Old]]:
-    """Yield the groups: the modes to try for each, its patches, and the lookup of their old bits.
+def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Mode) -> Iterator[tuple[Mode, list[Patch], Old]]:
+    """Yield each group: its mode, its patches, and a function that returns a tensor's old bits.
 
-    Consecutive tensors for which the same mode is smallest form a group. The modes in `sparse` count as one
-    here; for tensors with few changes no other modes are tried.
+    Consecutive tensors that take the fewest bytes in the same mode form a group. A tensor with few changes is
+    always coded in the mode that the argument `sparse` names.
     """
     members: list[Patch] = []
-    modes, elements = sparse, 0
+    mode, elements = sparse, 0
     for patch in patches:
         others = _other_modes(patch)
-        mode = encode_smallest([*sparse, *others], [patch], old)[0].mode if others else sparse[0]
-        best = sparse if mode in sparse else [mode]
-        if members and (best != modes or elements >= GROUP_ELEMENTS):
-            yield modes, members, read_old(modes, [p.name for p in members], old).__getitem__
+        best = _smallest([sparse, *others], patch, old) if others else sparse
+        if members and (best != mode or elements >= GROUP_ELEMENTS):
+            yield mode, members, read_old(mode, [p.name for p in members], old).__getitem__
             members, elements = [], 0
-        modes = best
+        mode = best
         members.append(patch)
         elements += patch.numel
     if members:
-        yield modes, members, read_old(modes, [p.name for p in members], old).__getitem__
+        yield mode, members, read_old(mode, [p.name for p in members], old).__getitem__
 
 
-def encode_smallest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
-    """Code a group in the mode that takes the fewest bytes; of several such modes, in the last."""
-    best = encode_group(modes[0], patches, old)
-    for mode in modes[1:]:
-        if _least_bytes(mode, patches) <= _bytes(best):
-            best = min(encode_group(mode, patches, old), best, key=_bytes)
-    return best
-
-
-def _bytes(coded: tuple[Group, Streams]) -> int:
-    return sum(stream.size for stream in coded[1].values())
-
-
-def _least_bytes(mode: Mode, patches: Sequence[Patch]) -> int:
-    """A lower bound of a group's bytes in `mode`; 0 if none is cheap to compute."""
-    changes, elements = sum(p.index.size for p in patches), sum(p.numel for p in patches)
-    if mode != "gaps" or 2 * changes > elements:
-        return 0
-    _, length = bits.rice_k(_flat_runs(patches))
-    return length // 8 + changes // 8
+def _smallest(modes: Sequence[Mode], patch: Patch, old: Old) -> Mode:
+    """Return the mode in which a tensor takes the fewest bytes; of several such modes, the last."""
+    sizes = {m: sum(s.size for s in encode_group(m, [patch], old)[1].values()) for m in reversed(modes)}
+    return min(sizes, key=sizes.__getitem__)
 
 
 def _other_modes(patch: Patch) -> list[Mode]:
-    """Which of the modes `mask`, `dense` and `raw` may be the smallest for a tensor."""
+    """Return those of the modes `mask`, `dense` and `raw` that may need the fewest bytes for a tensor."""
+    if patch.index.size < _FEW:
+        return []  # another mode would save less than another group's description takes
     density, share = patch.index.size / patch.numel, positions.neighbours(patch.index) / patch.index.size
     worth: dict[Mode, bool] = {
         "mask": density > 1 / 8 or share > _CLUSTERED * density + 0.05,
@@ -364,10 +348,9 @@ def _other_modes(patch: Patch) -> list[Mode]:
     return [mode for mode in worth if worth[mode]]
 
 
-def read_old(modes: Sequence[Mode], names: Iterable[str], old: Old) -> dict[str, Bits]:
-    """Read what `modes` need of `old`, in the order of `names`.
+def read_old(mode: Mode, names: Iterable[str], old: Old) -> dict[str, Bits]:
+    """Return the old bits that `mode` needs, read in the order of `names`.
 
-    `old` must run in this thread: it may take a lock, or ask other ranks in a fixed order.
+    `old` is called in this thread, because it may take a lock, or ask vLLM's other workers in a fixed order.
     """
-    needed = any(LAYOUTS[mode].reads_old for mode in modes)
-    return {name: old(name) for name in names} if needed else {}
+    return {name: old(name) for name in names} if LAYOUTS[mode].reads_old else {}

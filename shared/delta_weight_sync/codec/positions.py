@@ -1,11 +1,11 @@
 """Encodes the positions of changes as runs: the number of unchanged weights before each change.
 
-With one band, a run counts all weights since the last change. With eight bands, a run counts only weights
-of the same band, which is a range of exponents, so a reader needs the old weights. That takes fewer bytes,
+With one band, a run counts all weights since the last change. With eight bands, each a range of exponents, a
+run counts only weights of the same band, so a reader needs the old weights. Eight bands take fewer bytes,
 because the rates of changes, and of large changes (more than one ULP), differ by band.
 
-Both directions sort a chunk of weights into bands. Then writing finds the rank of each change in its band,
-and reading finds the position of each rank.
+Writer and reader both sort a chunk of weights into bands. Then the writer finds the rank of each change in
+the change's band, and the reader finds the position that belongs to each rank.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,19 @@ from numpy.typing import NDArray
 
 from delta_weight_sync.codec._lanes import BANDS, LANES, at_most, lowest, ones, select, split
 from delta_weight_sync.codec._patch import Bits, Index, Patch
-from delta_weight_sync.codec.bits import FLIPPED, MAX_K, State, Words, walk
+from delta_weight_sync.codec.bits import FLIPPED, HALFWAY, State, Words, walk
 from delta_weight_sync.util import kernel
 
 Band = NDArray[np.uint8]
+Floats = NDArray[np.float64]
 Cut = tuple[NDArray[np.int8], Band]
 Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
-_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # about this many of a group are sampled for rates
-_NEIGHBOURS = 64  # consecutive weights per sample: the CPU loads whole cache lines anyway
-_BLOCKS = 64  # blocks in a chunk: as many as `at_most` compares
+_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # about this many of a group are sampled
+_BLOCKS = 64  # blocks in a chunk; `at_most` compares this many numbers
 _CHUNK = _BLOCKS * LANES
+_NONE = 1e-6  # used instead of 0 events, which would cause a division by 0
 _ALL = np.uint64((1 << 64) - 1)
-_AHEAD = 2  # positions written for each block even if it has fewer changes
+_AHEAD = 2  # at least this many positions are written per block, even if fewer are needed
 _NEVER = np.int16(0x7FFF)  # above every rank in a chunk
 
 
@@ -40,16 +41,40 @@ def cut(limits: Sequence[int]) -> Cut:
 
 
 def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
-    """Choose the exponents that separate the bands. Some are 0 if fewer than eight bands are best."""
-    weight_step = max(sum(old.size for old in olds) // _WEIGHTS, 1)
-    change_step = max(sum(patch.index.size for patch in patches) // _CHANGES, 1)
-    counts = np.zeros((3, 256), np.int64)
-    for old, patch in zip(olds, patches, strict=True):
-        _sample(old, patch.index, patch.ulps, weight_step, change_step, counts)
+    """Choose the exponents that separate the bands. Some are 0 if the weights have few exponents.
+
+    Begins with a band for each exponent. Until eight are left, joins the two neighbours whose union takes
+    the fewest additional bits. The numbers of weights, changes and large changes come from samples.
+    """
+    # The steps are odd, because with even steps all samples of a matrix could be from a few columns.
+    weight_step = sum(old.size for old in olds) // _WEIGHTS | 1
+    change_step = sum(patch.index.size for patch in patches) // _CHANGES | 1
+    changed = [old[patch.index[::change_step]] for old, patch in zip(olds, patches, strict=True)]
+    weights, changes = np.concatenate([old[::weight_step] for old in olds]), np.concatenate(changed)
+    amounts = np.concatenate([patch.ulps[::change_step].view(np.int16) for patch in patches])
+    sampled = weights, changes, changes[(amounts != 1) & (amounts != -1)]
+    counts = np.array([np.bincount(bits >> 7 & 0xFF, minlength=256) for bits in sampled], np.float64)
+    counts *= [[weight_step], [change_step], [change_step]]
     counts[0] = np.maximum(counts[0], counts[1])
-    present = np.flatnonzero(counts[0])
-    limits: list[int] = present[_firsts(counts[:, present])[1:]].tolist()
-    return [0] * (BANDS - 1 - len(limits)) + limits
+    firsts = np.flatnonzero(counts[0])
+    bands = counts[:, firsts]
+    while firsts.size > BANDS:
+        bits, joined = _bits(bands), bands[:, :-1] + bands[:, 1:]
+        best = int(np.argmin(_bits(joined) - bits[:-1] - bits[1:]))
+        bands[:, best] = joined[:, best]
+        bands, firsts = np.delete(bands, best + 1, 1), np.delete(firsts, best + 1)
+    return [0] * (BANDS - firsts.size) + firsts[1:].tolist()
+
+
+@kernel
+def _bits(bands: Floats) -> Floats:
+    """Return each band's expected bits. `bands`, [3, n]: numbers of weights, changes and large changes."""
+    items, events = bands[:2], bands[1:]
+    rare = np.minimum(events, items - events)
+    other = 1 - np.maximum(rare, _NONE) / np.maximum(items, 1)  # the probability that an item is no event
+    k = np.maximum(np.ceil(np.log2(HALFWAY / np.log(other))), 0)
+    longer = other**2**k  # the probability that a run has 2^k items or more
+    return (rare * (k + 1 + longer / (1 - longer))).sum(0)
 
 
 @kernel
@@ -59,68 +84,10 @@ def _exponent(bits: np.uint16) -> np.uint16:
 
 
 @kernel
-def _sample(
-    old: Bits, index: Index, ulps: Bits, weight_step: int, change_step: int, counts: NDArray[np.int64]
-) -> None:
-    """Estimate the weights, changes and large changes of each exponent: `counts` [3, 256]."""
-    for first in range(0, old.size, weight_step * _NEIGHBOURS):
-        for at in range(first, min(first + _NEIGHBOURS, old.size)):
-            counts[0, _exponent(old[at])] += weight_step
-    for j in range(0, index.size, change_step):
-        found = _exponent(old[index[j]])
-        counts[1, found] += change_step
-        counts[2, found] += change_step * (np.uint16(ulps[j] + 1) > 2)
-
-
-@kernel
-def _firsts(counts: NDArray[np.int64]) -> Index:
-    """Split n exponents into at most eight bands that need the fewest bits in all; `counts` [3, n] is that of
-    `_sample`. Returns the index at which each band starts.
-
-    Dynamic programming: the best split into m bands is a best split of a prefix into m - 1, and a last band.
-    """
-    size = counts.shape[1]
-    bits, begin = np.full((BANDS + 1, size + 1), np.inf), np.zeros((BANDS + 1, size + 1), np.int64)
-    bits[0, 0] = 0
-    for end in range(1, size + 1):
-        weights, changes, large = 0, 0, 0
-        for first in range(end - 1, -1, -1):
-            weights += counts[0, first]
-            changes += counts[1, first]
-            large += counts[2, first]
-            cost = _section(weights, changes) + _section(changes, large)
-            for used in range(BANDS):
-                if bits[used, first] + cost < bits[used + 1, end]:
-                    bits[used + 1, end], begin[used + 1, end] = bits[used, first] + cost, first
-    used = int(np.argmin(bits[:, size]))
-    firsts = np.zeros(used, np.int64)
-    end = size
-    for band in range(used, 0, -1):
-        end = int(begin[band, end])
-        firsts[band - 1] = end
-    return firsts
-
-
-@kernel
-def _section(items: int, events: int) -> float:
-    """Expected bits of a Rice section if each item is an event with the probability events / items."""
-    rare = min(events, items - events)
-    if rare == 0:
-        return 0.0
-    best, longer = np.inf, 1.0 - rare / items  # the probability that a run has 2^k items or more
-    for k in range(MAX_K):
-        bits = rare * (k + 1 + longer / (1.0 - longer))
-        if bits >= best:
-            break
-        best, longer = bits, longer * longer
-    return best
-
-
-@kernel
 def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
-    """Write a tensor's runs to `out` [n]; returns the number of elements since the last change.
+    """Write a tensor's runs to `out` [n]; return the number of elements after the last change.
 
-    `carried`: the same number at the end of the previous tensor.
+    `carried`: the number that the call for the previous tensor returned.
     """
     before = np.int64(-1) - carried
     for j in range(index.size):
@@ -200,7 +167,7 @@ def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
     masks[whole:], before[:, whole:] = 0, _NEVER
     rest = old.size - whole * LANES
     if rest > 0:
-        padded = np.full(LANES, 0x7FFF, np.uint16)  # the padding is in the last band, where it is masked
+        padded = np.full(LANES, 0x7FFF, np.uint16)  # padding is in the last band; `split` masks it
         padded[:rest] = old[whole * LANES :]
         split(padded, 0, (np.uint64(1) << np.uint64(rest)) - np.uint64(1), limits, masks[whole])
         _count(masks[whole], before[:, whole], totals)
@@ -219,7 +186,7 @@ def _band_runs(
 ) -> None:
     """Write the run and the band of each change of a tensor.
 
-    Update, for each band, `carried` (its weights since its last change) and `elements` (all its weights).
+    Also update, for each band, `carried` (weights since the last change) and `elements` (all weights).
     """
     chunk, at = _empty_chunk(), 0
     masks, before, totals = chunk
@@ -240,7 +207,7 @@ def _band_runs(
 
 @kernel
 def _place(numbers: Index, band_of: Band, ends: Index, out: Index) -> None:
-    """Write `numbers` to `out`, grouped by band. `ends` [bands], zeros at first, gets each group's end."""
+    """Write `numbers` to `out`, band by band. `ends` [bands], zeros at first, gets each band's end."""
     for band in band_of:
         ends[band] += 1
     total = 0
@@ -271,13 +238,13 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
 
 @kernel
 def _list(marked: Words, first: int, index: Index, found: int) -> int:
-    """Append the positions of a chunk's `marked` weights to `index`. Returns its new count, -1 if full."""
+    """Append the positions of a chunk's `marked` weights to `index`. Return their new number; -1: full."""
     for block in range(_BLOCKS):
         word, end = marked[block], found + ones(marked[block])
         if end > index.size:
             return -1
         start = first + block * LANES
-        if found + _AHEAD <= index.size:  # a branch on the number of changes would often be mispredicted
+        if found + _AHEAD <= index.size:  # no branch on the number of changes: the CPU would mispredict
             for j in range(_AHEAD):
                 index[found + j] = start + lowest(word)
                 word &= word - np.uint64(1)

@@ -1,1 +1,1 @@
-"""The publishing half: from live parameters to versions in the bucket."""
+"""The library's publishing half: turns live parameters into versions in the bucket."""

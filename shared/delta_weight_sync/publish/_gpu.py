@@ -1,12 +1,12 @@
-"""The diff of all parameters on one GPU: a few launches and at most three waits for any number of tensors.
+"""Finds the changes of all parameters on one GPU, in a few launches and at most three waits of the host.
 
-A kernel program compares one tile: the 4096 elements of a digest block of one tensor, or the part of it that
-this rank holds. One launch takes the tiles of many tensors. Kernels read absolute addresses, so a mirror in
-pinned host memory is read over the bus during the comparison. The host reads back two tables:
+Each kernel program compares one tile: the elements of one digest block (4096) in one contiguous stretch.
+Kernels read absolute addresses, and read a mirror in pinned host memory over the bus. They write two tables:
 
-    book    int64 [66 + tiles]: number of changes; number of changes to NaN or infinity; 64 cells, whose sum
-            is the change of the digest; and per tile `place * 8192 + count`
-    found   int32 [capacity]: `position within the tile << 16 | ulps`; the changes of a tile are in order
+    book    int64 [66 + tiles]. [0]: number of changes. [1]: number of changes to NaN or infinity. [2:66]:
+            summands of the change of the digest. [66 + tile]: `place * 8192 + count`; the tile's `count`
+            changes begin at `found[place]`.
+    found   int32 [capacity]: `position in the tile << 16 | ulps`, in ascending order within each tile
 """
 
 import functools
@@ -20,29 +20,30 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import BLOCK, change_digest, seed
-from delta_weight_sync.gpu import SideStream, inner, launch, outer, read
+from delta_weight_sync.gpu import inner, launch, outer, read
 from delta_weight_sync.publish.mirror import Part
-from delta_weight_sync.util import THREADS, in_order, kernel
+from delta_weight_sync.util import in_parts, kernel
 
-COUNTS = 8192  # more than the changes of a tile
+COUNTS = 8192  # exceeds the number of changes in a tile
 TILE = tl.constexpr(BLOCK)
-COLUMNS = tl.constexpr(6)  # of an entry: parameter, mirror, start, stop, seed, first tile
-CELLS = 64  # over which programs spread their sums of the digest
-TOTALS = tl.constexpr(2 + CELLS)  # at the start of `book`
+COLUMNS = tl.constexpr(6)  # of `entries`: addresses of parameter and mirror, start, stop, seed, first tile
+CELLS = 64  # cells of `book` for the change of the digest: many, so that atomic additions rarely collide
+TOTALS = tl.constexpr(2 + CELLS)  # cells of `book` before those of the tiles
 _CELLS = tl.constexpr(CELLS)
 _COUNTS = tl.constexpr(COUNTS)
 KINDS = {torch.bfloat16: tl.int16, torch.float32: tl.float32, torch.float16: tl.float16}
-_ALIGNED = 16  # bytes that a thread reads in one load
-_ROOM = 64  # changes per tile, on average over all tiles, for which there is always room: 1.6 %
+_ALIGNED = 16  # bytes that a thread can read in one load, if they are aligned
+_ROOM = 64  # `found` has room for at least this many changes per tile, on average (1.6 %)
 Mirrors = Mapping[str, torch.Tensor]  # int16, in memory that the device can read
 Key = list[tuple[object, ...]]
 
 
 @triton.jit
 def _bf16(values: tl.tensor, nan: tl.tensor) -> tl.tensor:
-    """Bits of float32 `values`, rounded to nearest even as torch does; every NaN becomes `nan`."""
+    """Round float32 `values` to the nearest bf16, ties to even, as torch does. Every NaN becomes `nan`."""
     bits = values.to(tl.int32, bitcast=True)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, nan, rounded)
@@ -52,7 +53,7 @@ def _bf16(values: tl.tensor, nan: tl.tensor) -> tl.tensor:
 def _read(
     base: tl.tensor, first: tl.tensor, inside: tl.tensor, kind: tl.constexpr, whole: tl.constexpr
 ) -> tl.tensor:
-    """Read a tile, with zeros where not `inside`. `base`: address of element 0. `whole`: full and aligned."""
+    """Read a tile; 0 in lanes not `inside`. `base`: address of element 0. `whole`: a full, aligned tile."""
     memory = base.to(tl.pointer_type(kind)) + first
     if whole:
         values = tl.load(tl.multiple_of(memory, 16) + tl.arange(0, TILE))
@@ -74,7 +75,7 @@ def find(
     kind: tl.constexpr,
     whole: tl.constexpr,
 ) -> None:
-    """Find what differs from the mirror in the tiles `which`; changes beyond `capacity` are only counted.
+    """Compare the tiles `which` with the mirror. Changes for which `found` has no room are only counted.
     `kind`: the parameters' type, int16 for bf16. `nans`: int16 [1], the bits of a NaN after torch's cast."""
     tile = tl.load(which + tl.program_id(0))
     entry = entries + tl.load(owners + tile).to(tl.int64) * COLUMNS
@@ -105,7 +106,7 @@ def find(
 
 @triton.jit
 def keep(entries: tl.tensor, owners: tl.tensor, book: tl.tensor, found: tl.tensor) -> None:
-    """Write the changes that were found into the mirror. Each program handles one tile."""
+    """Write the changes in `found` into the mirror. Each program handles one tile."""
     tile = tl.program_id(0)
     note = tl.load(book + TOTALS + tile)
     lane = tl.arange(0, TILE)
@@ -120,7 +121,7 @@ def keep(entries: tl.tensor, owners: tl.tensor, book: tl.tensor, found: tl.tenso
 
 @triton.jit(do_not_specialize=["count"])
 def add(addresses: tl.tensor, ulps: tl.tensor, old: tl.tensor, count: tl.tensor) -> None:
-    """Add `ulps` to the bits at distinct absolute addresses; `old` gets the earlier bits."""
+    """Add `ulps` to the bits at `addresses` (absolute, distinct). Write the earlier bits to `old`."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     memory = tl.load(addresses + at, mask=inside, other=0).to(tl.pointer_type(tl.int16))
@@ -132,8 +133,8 @@ def add(addresses: tl.tensor, ulps: tl.tensor, old: tl.tensor, count: tl.tensor)
 
 @kernel
 def unpack(notes: Index, found: NDArray[np.int32], blocks: Index, index: Index, ulps: Bits) -> None:
-    """Fill `index` and `ulps` with the changes of all tiles in order. `notes`: int64 [tiles], `place * 8192 +
-    count`. `blocks`: int64 [tiles], the tile's block in its tensor."""
+    """Fill `index` and `ulps` with the changes of all tiles, tile by tile. `notes`, int64 [tiles]: `book`
+    without its totals. `blocks`, int64 [tiles]: the number of each tile's digest block in its tensor."""
     at = 0
     for tile in range(notes.size):
         place, count = notes[tile] // COUNTS, notes[tile] % COUNTS
@@ -144,18 +145,18 @@ def unpack(notes: Index, found: NDArray[np.int32], blocks: Index, index: Index, 
 
 @kernel
 def _unpack_tile(found: NDArray[np.int32], first: int, index: Index, ulps: Bits) -> None:
-    # Loops over slices from their start, which the compiler turns into vector instructions.
+    # A function of its own, so that the loop indexes slices from 0: such a loop is vectorized.
     for j in range(found.size):
         index[j] = first + (found[j] >> 16)
         ulps[j] = found[j] & 0xFFFF
 
 
 class _Tiles:
-    """The table of tensors that are compared together on one device, and what the host needs to read the
-    kernels' answer.
+    """The tiles of all tensors that are compared together on one device: the kernels' input, and what the
+    host needs to read their output.
 
-    `key`: what the table depends on. `count`: of tiles. `blocks`: int64 [count], the block of each tile in
-    its tensor. `ends`: int64 [tensors], index after each tensor's last tile. `room`: how many changes fit.
+    `key`: identifies the tensors and their addresses. `count`: number of tiles. `blocks`, int64 [count]: as
+    in `unpack`. `ends`, int64 [tensors]: index after each tensor's last tile. `room`: capacity of `found`.
     """
 
     def __init__(self, key: Key, parts: Sequence[Part], mirrors: Mirrors, device: torch.device) -> None:
@@ -175,7 +176,7 @@ class _Tiles:
         first, aligned = self.blocks * BLOCK, (table[:, :2] % _ALIGNED == 0).all(1)[owner]
         whole = aligned & (first >= start[owner]) & (first + BLOCK <= stop[owner])
         classes = dtypes[of_tensor][owner] * 2 + whole
-        # For each launch: dtype, whether its tiles are full and aligned, and their indices (int32).
+        # Each launch: the tensors' dtype, whether its tiles are full and aligned, the tiles' numbers (int32).
         self.launches = [
             (list(KINDS)[number // 2], number % 2 == 1, torch.from_numpy(which.astype(np.int32)).to(device))
             for number in np.unique(classes).tolist()
@@ -189,13 +190,13 @@ class _Tiles:
 
 
 def _entries(part: Part, mirror: torch.Tensor) -> Index:
-    """Rows of the table, int64 [n, 5]: addresses of element 0 in tensor and mirror, start, stop, seed.
+    """Return rows of `entries`, int64 [n, 5]: addresses of element 0 in tensor and mirror, start, stop, seed.
 
-    Each contiguous stretch of the parameter has a row. The mirror holds the whole parameter, the rank's own
-    tensor only its stretches, one after the other.
+    There is one row for each contiguous stretch of the parameter that this rank holds. The mirror holds the
+    whole parameter; the part's tensor holds only these stretches, one after the other.
     """
     starts, length = part.block.stretches()
-    before = length * np.arange(len(starts)) - starts  # offset to where element 0 would be
+    before = length * np.arange(len(starts)) - starts  # from the tensor's start to where element 0 would be
     rows = np.empty((len(starts), 5), np.int64)
     rows[:, 0] = part.tensor.data_ptr() + before * part.tensor.element_size()
     rows[:, 1] = mirror.data_ptr()
@@ -212,21 +213,23 @@ class Changes:
     infinite: int  # number of changes to NaN or infinity
     moved: int  # change of the digest
     tiles: _Tiles
-    book: torch.Tensor  # on the device, for `DeviceDiff.keep`
+    book: torch.Tensor  # `book` and `found` are on the device, for `DeviceDiff.keep`
     found: torch.Tensor
 
 
 class DeviceDiff:
-    """Compares parameters on one device with their mirrors, and updates those, on the trainer's stream."""
+    """Compares parameters on one device with their mirrors; updates the mirrors on the trainer's stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.side_stream = SideStream(device)
         self._device = device
-        self._tables: dict[str, _Tiles] = {}  # by the name of the first part
+        # `read` uses a stream that waits for the last write to mirrors, but not for training's later work.
+        self._reads = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._written: torch.cuda.Event | None = None
+        self._tables: dict[str, _Tiles] = {}  # by the name of the first tensor
 
     def find(self, parts: Sequence[Part], mirrors: Mirrors) -> Changes:
-        """Find what changed in the parts, which may have any float dtype and layout; write nothing."""
-        readable = [_readable(part) for part in parts]  # copies stay in memory until they are compared
+        """Find the changes of parts of any float dtype and layout. Leave the mirrors unchanged."""
+        readable = [_readable(part) for part in parts]  # keeps copies alive until they are compared
         with torch.accelerator.device_index(self._device.index):
             tiles = self._table(readable, mirrors)
             book, found, notes = self._compare(tiles)
@@ -243,8 +246,7 @@ class DeviceDiff:
             its = slice(upto[some.start], upto[some.stop])
             unpack(counted[some], packed, tiles.blocks[some], index[its], ulps[its])
 
-        shares = np.linspace(0, tiles.count, THREADS + 1).astype(int).tolist()
-        list(in_order(fill, itertools.starmap(slice, itertools.pairwise(shares))))
+        in_parts(fill, tiles.count, 1)
         ends = upto[np.concatenate([[0], tiles.ends])].tolist()
         patches = [
             Patch(part.name, part.block.shape, index[a:b], ulps[a:b])
@@ -253,11 +255,19 @@ class DeviceDiff:
         return Changes(patches, int(notes[1]), int(notes[2 : TOTALS.value].sum()), tiles, book, found)
 
     def keep(self, changes: Changes) -> None:
-        """Write the changes into mirrors in the device's memory, without waiting for the device."""
+        """Write the changes into mirrors in device memory, without waiting for the device."""
         tiles = changes.tiles
         with torch.accelerator.device_index(self._device.index):
             launch(keep, tiles.count, tiles.entries, tiles.owners, changes.book, changes.found)
-        self.side_stream.mark_written()
+        if self._reads:
+            self._written = torch.cuda.current_stream(self._device).record_event()
+
+    def read(self, mirror: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a mirror on the host."""
+        with torch.cuda.stream(self._reads):
+            if self._reads and self._written:
+                self._reads.wait_event(self._written)
+            return read(mirror)
 
     def take(self, patches: Sequence[Patch], mirrors: Mirrors) -> int:
         """Apply other ranks' patches to mirrors on the device; return the change of the digest."""
@@ -276,7 +286,7 @@ class DeviceDiff:
         )
 
     def _table(self, parts: Sequence[Part], mirrors: Mirrors) -> _Tiles:
-        """Return the last table if no tensor has moved since, else a new one."""
+        """Return the table of the last sync if each tensor is where it was, else a new table."""
         key: Key = [
             (p.name, p.block, p.tensor.dtype, p.tensor.data_ptr(), mirrors[p.name].data_ptr()) for p in parts
         ]
@@ -295,7 +305,7 @@ class DeviceDiff:
 
 
 def _readable(part: Part) -> Part:
-    """The part itself, or a contiguous bf16 copy that lives until it is compared."""
+    """Return the part itself if kernels can read it, else a part with a contiguous bf16 copy."""
     if part.tensor.dtype in KINDS and part.tensor.is_contiguous():
         return part
     return part._replace(tensor=part.tensor.to(torch.bfloat16).contiguous())
@@ -303,5 +313,6 @@ def _readable(part: Part) -> Part:
 
 @functools.cache
 def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """int16 [1]: the bits that torch's cast makes of a NaN, which differ by device and dtype."""
-    return torch.full((1,), torch.nan, dtype=dtype, device=device).to(torch.bfloat16).view(torch.int16)
+    """Return int16 [1]: the bf16 bits to which torch casts a NaN of `dtype` on `device`."""
+    bits = to_bits(torch.full((1,), torch.nan, dtype=dtype, device=device))
+    return torch.from_numpy(bits.view(np.int16)).to(device)

@@ -1,55 +1,59 @@
 """The mirror: a bf16 copy of the weights of the newest sync, and the diff of live parameters against it.
 
-The diff has two halves: `find` only reads, so that other threads may read the mirror meanwhile; `keep` then
-writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", the fastest)
-or in pinned host memory ("host", which is read over the bus). Only changed elements leave the GPU.
+A `Search` finds changes. It only reads, so other threads may read the mirror meanwhile. `Mirror.keep` then
+writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", faster) or in
+pinned host memory ("host"), which the GPU reads over the bus. Only changed elements leave the GPU.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 
-from delta_weight_sync import codec, digest
+from delta_weight_sync import codec, digest, util
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.errors import CodecError
+from delta_weight_sync.util import in_order
 
-if TYPE_CHECKING:  # needs Triton, which only a GPU build of torch installs
+if TYPE_CHECKING:  # `_gpu` needs Triton, which only a GPU build of torch installs
     from delta_weight_sync.publish._gpu import Changes, DeviceDiff
 
 Place = Literal["host", "device"]
-_CHUNK = 1 << 18  # elements cast at a time, so that they stay in the cache
 _INFINITY = 0x7F80  # the exponent of infinities and NaNs
+_TAKEN = 1 << 18  # one job of a thread applies about this many changes
 _HELD = 1 << 30  # bytes of temporary tensors (gathered, merged) that may wait to be compared
 
 
 @dataclass(frozen=True)
 class Block:
-    """A box of a parameter: the parameter's shape, where the box begins, and its own shape."""
+    """A box of a parameter's elements: the parameter's `shape`, the box's first element, the box's shape."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     extent: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Self:
+    @functools.cache  # thousands of tensors have few shapes
+    def whole(cls, shape: tuple[int, ...]) -> Self:
         """The whole parameter."""
         return cls(tuple(shape), (0,) * len(shape), tuple(shape))
 
     @property
     def at(self) -> tuple[slice, ...]:
-        """The box as an index into the parameter."""
+        """The slices that select the box in the parameter."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
 
     def stretches(self) -> tuple[Index, int]:
-        """Return where the box's contiguous stretches begin in the parameter, int64 [n], and their length."""
+        """Return where in the parameter the box's contiguous stretches begin, int64 [n], and their length."""
         rest = range(1, len(self.shape) + 1)
         outer = next((d for d in rest if self.extent[d:] == self.shape[d:]), 1) - 1
         length = math.prod(self.extent[outer:])
@@ -84,7 +88,7 @@ class Found:
 
     @property
     def patches(self) -> list[Patch]:
-        """The patch of each part that changed, perhaps with empty patches of others."""
+        """The patches of all parts that changed, and perhaps empty patches of unchanged parts."""
         return self.host + [patch for changes in self.devices for patch in changes.patches]
 
 
@@ -106,54 +110,47 @@ class Mirror:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Start to mirror a parameter of any float dtype."""
-        cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
-        bits = cast.view(torch.int16)
-        self._bits[name] = bits if self._place == "device" else bits.cpu()
+        if tensor.is_cuda and self._place == "device":
+            cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
+            self._bits[name] = cast.view(torch.int16)
+        else:
+            self._bits[name] = torch.from_numpy(to_bits(tensor).view(np.int16))
         self.digest += digest.tensor_digest(name, self._bits[name].cpu().numpy().view(np.uint16))
 
     def bits(self, name: str) -> Bits:
         """The bits of one parameter, on the host: a view if the mirror is on the host, else a copy."""
         bits = self._bits[name]
         if bits.is_cuda:
-            bits = self._on(bits.device).side_stream.read(bits)
+            bits = self._on(bits.device).read(bits)
         return bits.numpy().view(np.uint16)
 
     def search(self) -> Search:
         """Begin to find what changed since the last sync. Writes nothing."""
         return Search(self)
 
-    def find(self, parts: Iterable[Part]) -> Found:
-        """Find what changed in the parts since the last sync. Writes nothing."""
-        search = self.search()
-        for part in parts:
-            search.add(part)
-        return search.found()
-
     def find_on_host(self, parts: Sequence[Part]) -> list[Patch]:
-        """What changed in parts on the host: compared as one tensor, thousands of small ones cost little."""
-        each = [self._old(part) for part in parts], [part.tensor.reshape(-1) for part in parts]
-        old, new = (one[0] if len(one) == 1 else torch.cat(one) for one in each)
-        index, ulps = diff_flat(old, new)
-        bits = old.numpy().view(np.uint16)[index] + ulps
-        doubtful = ((bits & _INFINITY) == _INFINITY).any()
-        ends = np.cumsum([0, *(part.tensor.numel() for part in parts)])
-        cuts = itertools.pairwise(np.searchsorted(index, ends).tolist())
-        patches = []
-        for part, start, (a, b) in zip(parts, ends.tolist(), cuts, strict=False):
-            if a < b:
-                if doubtful:
-                    self.require_finite(part.name, bits[a:b])
-                place = part.block.positions(index[a:b] - start)
-                patches.append(Patch(part.name, part.block.shape, place, ulps[a:b]))
+        """Find the changes of parts on the host, with one call of `codec.compare`."""
+        rows, kept = [], []
+        for part in parts:
+            old, new = self._bits[part.name], part.tensor
+            old = old if part.block.extent == part.block.shape else old[part.block.at].contiguous()
+            if new.dtype not in (torch.float32, torch.bfloat16):
+                new = new.float()
+            new = new.contiguous()
+            kept.append((old, new))
+            rows.append((old.data_ptr(), new.data_ptr(), new.element_size(), new.numel()))
+        table = np.array(rows, np.int64).reshape(-1, 4)
+        (counts, bad), index, ulps = codec.compare(table, _threads())
+        for number in np.flatnonzero(bad):
+            self.require_finite(parts[number].name, to_bits(parts[number].tensor))
+        ends, patches = counts.cumsum(), []
+        for number in np.flatnonzero(counts):
+            part, (a, b) = parts[number], (ends[number] - counts[number], ends[number])
+            patches.append(Patch(part.name, part.block.shape, part.block.positions(index[a:b]), ulps[a:b]))
         return patches
 
-    def _old(self, part: Part) -> torch.Tensor:
-        """The mirror of a part: flat int16, a copy unless it is contiguous."""
-        bits = self._bits[part.name]
-        return (bits if part.block.extent == part.block.shape else bits[part.block.at]).reshape(-1)
-
     def require_finite(self, name: str, bits: Bits) -> None:
-        """Raise `CodecError` if bits of a tensor are NaN or infinite, and that is not allowed."""
+        """Raise `CodecError` if `bits` hold NaN or infinity and this mirror allows only finite weights."""
         if self._finite and ((bits & _INFINITY) == _INFINITY).any():
             raise CodecError(
                 f"{name} has weights that are NaN or infinite, so nothing was published: lower the learning"
@@ -161,7 +158,7 @@ class Mirror:
             )
 
     def keep(self, found: Found) -> None:
-        """Write the found changes into the mirror, which then equals the parameters."""
+        """Write the changes into the mirror. The mirror then equals the parameters."""
         self.take(found.host)
         for changes in found.devices:
             self.digest += changes.moved
@@ -174,25 +171,31 @@ class Mirror:
 
     def take(self, patches: Iterable[Patch]) -> None:
         """Apply patches that this host or other ranks found."""
-        on_device: dict[torch.device, list[Patch]] = {}
-        for patch in patches:
+        on_host, on_device = list[Patch](), dict[torch.device, list[Patch]]()
+        for patch in filter(lambda patch: patch.index.size, patches):
             bits = self._bits[patch.name]
-            if bits.is_cuda:
-                on_device.setdefault(bits.device, []).append(patch)
-            else:
-                flat = bits.view(-1).numpy().view(np.uint16)
-                self.digest += digest.add(patch.name, flat, patch.index, patch.ulps)
+            (on_device.setdefault(bits.device, []) if bits.is_cuda else on_host).append(patch)
+        numbers = np.cumsum([patch.index.size for patch in on_host]) // _TAKEN
+        batches = groupby(zip(numbers.tolist(), on_host, strict=True), key=itemgetter(0))
+        parts = ([patch for _, patch in batch] for _, batch in batches)
+        self.digest += sum(in_order(self._take, parts, _threads()))
         for device, some in on_device.items():
             self.digest += self._on(device).take(some, self._bits)
 
+    def _take(self, patches: list[Patch]) -> int:
+        """Apply patches to tensors on the host. Return the change of the digest."""
+        tensors = ((p.name, self._bits[p.name].data_ptr(), p.index.size) for p in patches)
+        index = codec.join([patch.index for patch in patches], np.int64)
+        return digest.add_all(tensors, index, codec.join([patch.ulps for patch in patches], np.uint16))
+
     def find_on_devices(self, parts: list[Part]) -> list[Changes]:
-        """What changed in parts on devices."""
+        """Find the changes of parts on devices."""
         by_device: dict[torch.device, list[Part]] = {}
         found = []
         for part in parts:
             by_device.setdefault(part.tensor.device, []).append(part)
         for device, some in by_device.items():
-            # Kernels cannot read plain host memory: move tensors into pinned or device memory.
+            # Kernels cannot read plain host memory: move these mirrors into pinned or device memory.
             far = [part.name for part in some if part.name not in self._reachable]
             if far and self._place == "host":
                 from delta_weight_sync.gpu import pin
@@ -215,55 +218,36 @@ class Mirror:
 
 
 class Search:
-    """Finds what changed in parts, which are added one by one.
+    """Collects parts, of any float dtype, and finds their changes.
 
-    A part (of any float dtype) on the host is compared immediately, or with others if it is small. Parts on a
-    device are compared together, or as soon as their temporary copies take more than a gigabyte.
+    `found` compares all waiting parts together. So does `add`, if the copies among them exceed a gigabyte.
     """
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror, self._found = mirror, Found([], [])
         self._waiting, self._held = list[Part](), 0
-        self._small, self._elements = list[Part](), 0
 
     def add(self, part: Part) -> None:
-        """Compare a part now or later. Keeps its tensor until then."""
-        if has_kernels(part.tensor):
-            self._waiting.append(part)
-            self._held += 0 if part.lasting else part.tensor.nbytes
-            if self._held > _HELD:
-                self.found()
-        elif part.tensor.numel() > _CHUNK:
-            self._found.host.extend(self._mirror.find_on_host([part]))
-        else:
-            self._small.append(part)
-            self._elements += part.tensor.numel()
-            if self._elements > _CHUNK:
-                self._compare_small()
+        """Add a part, and keep its tensor until the part is compared."""
+        self._waiting.append(part)
+        self._held += 0 if part.lasting else part.tensor.nbytes
+        if self._held > _HELD:
+            self.found()
 
     def found(self) -> Found:
-        """Compare what waits. Returns all differences."""
-        self._compare_small()
-        self._found.devices.extend(self._mirror.find_on_devices(self._waiting))
-        self._waiting, self._held = [], 0
+        """Compare the parts that wait. Return the differences of all parts that were added so far."""
+        waiting, self._waiting, self._held = self._waiting, [], 0
+        on_devices = [part for part in waiting if has_kernels(part.tensor)]
+        self._found.devices.extend(self._mirror.find_on_devices(on_devices))
+        self._found.host.extend(self._mirror.find_on_host([p for p in waiting if not has_kernels(p.tensor)]))
         return self._found
 
-    def _compare_small(self) -> None:
-        if self._small:
-            self._found.host.extend(self._mirror.find_on_host(self._small))
-        self._small, self._elements = [], 0
+
+def _threads() -> int:
+    """Number of threads to use while the trainer waits: torch's number, but at least `util.THREADS`."""
+    return max(util.THREADS, torch.get_num_threads())
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
     """Whether a GPU kernel compares this tensor; otherwise the host does."""
     return tensor.is_cuda
-
-
-def diff_flat(old: torch.Tensor, new: torch.Tensor) -> tuple[Index, Bits]:
-    """Return (index, ulps) where flat `new` (any float) differs from bf16 bits `old` (int16), on the host."""
-    found = []
-    for start in range(0, old.numel(), _CHUNK):
-        cast = new[start : start + _CHUNK].to(torch.bfloat16).contiguous().view(torch.int16)
-        was, now = (bits.numpy().view(np.uint16) for bits in (old[start : start + _CHUNK], cast))
-        found.append(codec.diff_flat(was, now, start))
-    return codec.join([index for index, _ in found], np.int64), codec.join([u for _, u in found], np.uint16)

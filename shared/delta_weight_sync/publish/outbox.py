@@ -1,15 +1,15 @@
 """Finds what each sync (a hand-over of weights) changed, and publishes the changes in the background.
 
-Only a version that is published whole is uploaded while the trainer waits. Otherwise the trainer waits for
-the diff only: a background thread encodes and uploads, and tries again if the bucket fails.
+If a version is published whole, as an anchor, the trainer waits until it is uploaded. For other versions, the
+trainer waits only for the diff; a background thread encodes and uploads, and tries again if the bucket fails.
 Meanwhile later syncs are merged into one pending update. At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
-So no change is lost, and the encoder gets the published bits by undoing the updates, without a second copy.
+So no change is lost. The encoder gets a tensor's published bits by undoing these updates in a copy.
 
-With several ranks, each has an outbox for the tensors that it owns. They publish in step: the same syncs
-become the same update on all ranks. Each stores its part of the delta; then rank 0 commits the version.
+Each rank has an outbox for the tensors that it owns. The outboxes publish in step: the same syncs become the
+same update on all ranks. Each outbox stores its part of the delta; then rank 0 publishes the manifest.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
 Untrained = Callable[[Mapping[str, tuple[int, ...]], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
 Kind = TypeVar("Kind")
-_FILE_BYTES = 5_000_000_000  # of one file of an anchor, at most; a larger tensor has a file of its own
+_FILE_BYTES = 5_000_000_000  # limit of bytes of an anchor's file; a larger tensor has a file of its own
 _CLOSING_S = 60.0
 _RETRY_S = 2.0
-_REMIND_S = 60.0  # between two warnings that a version has not reached the bucket
+_REMIND_S = 60.0  # seconds between two warnings that a version has not reached the bucket
 _log = logging.getLogger("delta_weight_sync")
 
 
 class RepeatedSyncs:
-    """The syncs that a trainer repeats: the bucket has them, so they are not published again."""
+    """The syncs that a trainer repeats. The bucket has their weights, so they are not published again."""
 
     def __init__(self, published: Mapping[int, str]) -> None:
-        """`published`: sync -> digest, for each version that an exact repetition produces again."""
+        """`published`: sync -> digest, for each version that an exact repetition makes again."""
         self._published = published
         self.newest = min(published, default=0)  # the newest sync that was repeated exactly
 
     def holds_back(self, sync: int, digest: str) -> bool:
-        """Whether the bucket has this sync, perhaps merged into a later sync. False once a sync differs."""
+        """Whether the bucket has this sync, perhaps merged into a later one. Once a sync differs, False."""
         if sync > max(self._published, default=-1) or self._published.get(sync, digest) != digest:
             self._published = {}
             return False
@@ -71,11 +71,11 @@ class RepeatedSyncs:
 
 @dataclasses.dataclass(frozen=True)
 class PendingUpdate:
-    """What one version will hold: the patches since the version before, and the digest that they lead to."""
+    """The changes that one version will hold, and the digest of the weights after these changes."""
 
     patches: list[Patch]  # of the tensors that this rank owns
-    digest: str
-    own: str  # the digest of these tensors
+    digest: str  # of all tensors
+    own: str  # digest of the tensors that this rank owns
     sync: int
     created_at: float  # unix seconds
     diff_s: float
@@ -86,17 +86,16 @@ class PendingUpdate:
         return {patch.name: patch for patch in self.patches}
 
     def then(self, later: PendingUpdate) -> PendingUpdate:
-        """Both updates as one."""
+        """Return this update and a later one as one update."""
         merged = codec.merge(self.patches, later.patches)
         return dataclasses.replace(later, patches=merged, diff_s=self.diff_s + later.diff_s)
 
 
 class Outbox:
-    """The publishing half of a rank. One thread, the trainer's, calls `publish`; rank 0 calls the rest, too.
-
-    The ranks create their outboxes, and call `publish`, together. `writer` is a `RunWriter` on rank 0, which
-    has a `log`, too, and a `PartWriter` elsewhere. `untrained` (on rank 0) gets the shapes of the first
-    sync's tensors, and the bits of the largest of them. It returns the model's other tensors.
+    """One rank's publishing half. In the trainer's thread, all ranks create their outboxes at the same time,
+    and publish at the same time. Only rank 0 has a `log`, and calls `flush`, `pin` and `pinned`. `writer` is
+    a `RunWriter` on rank 0, otherwise a `PartWriter`. `untrained`, on rank 0, returns the tensors that are
+    not trained; it gets the trained tensors' shapes, and a function that returns the largest one's bits.
     """
 
     def __init__(
@@ -113,23 +112,23 @@ class Outbox:
     ) -> None:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
         self._peers = peers or Peers(alone=True)
-        # A second group of processes: the background thread must not share the trainer's collectives.
+        # A second process group, because the background thread must not share the trainer's collectives.
         self._others = Peers(alone=self._peers.size == 1)
         self.owners = Owners(self._peers.size)
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all tensors
-        self.mirror = Mirror(mirror, finite=finite)  # bits of the newest sync of the tensors of this rank
+        self.mirror = Mirror(mirror, finite=finite)  # the newest sync's bits of this rank's tensors
         self._shards = Shards(mirror, finite=finite)
         self.digest = ""  # of all tensors at the newest sync
-        self.repeated = RepeatedSyncs({})  # syncs that a resumed trainer repeats and that are held back
+        self.repeated = RepeatedSyncs({})  # syncs to hold back, because the bucket has them
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
-        self._names: set[str] = set()  # tensors of every sync
-        self._files: dict[str, list[str]] = {}  # this rank's files of a checkpoint -> their tensors
-        self._anchor = writer.newest.anchor.version if writer.newest else -1  # newest anchor in the log
-        self._sent = 0  # bytes of all uploads up to the newest version
+        self._names: set[str] = set()  # of the tensors in each sync
+        self._files: dict[str, list[str]] = {}  # each checkpoint file of this rank -> its tensors
+        self._anchor = writer.newest.anchor.version if writer.newest else -1  # version of the newest anchor
+        self._sent = 0  # bytes that all ranks uploaded up to the newest version
         self._encoded = b""  # the delta file of the version that is being published
-        self._updates: list[PendingUpdate] = []  # oldest first; merged into one, unless `pin` was called
+        self._updates: list[PendingUpdate] = []  # oldest first; all merged into one, unless one is pinned
         self._held = False  # the newest sync is held back, because the bucket has it
-        self._pinned: tuple[str, Manifest | None] = "", None  # digest, and its version once it is published
+        self._pinned: tuple[str, Manifest | None] = "", None  # digest of the pinned sync; its manifest
         self._busy, self._closed = False, False
         self._failure: BaseException | None = None
         self._trouble: errors.BucketError | None = None  # why the version in flight is not in the bucket yet
@@ -145,15 +144,15 @@ class Outbox:
 
     @property
     def version(self) -> int | None:
-        """The newest version in the bucket."""
+        """The newest version in the bucket; None if there is none."""
         return self._writer.newest.version if self._writer.newest else None
 
     def owns(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether this rank owns a tensor; a new tensor gets an owner."""
+        """Whether this rank owns a tensor. A new tensor gets an owner first."""
         return self.owners.of(name, shape) == self._peers.rank
 
     def publish(self, weights: Weights, sync: int, *, first: bool = False) -> None:
-        """Like `Publisher.publish`, with `gathered` weights. `first`: owners get whole tensors this time."""
+        """Like `Publisher.publish`, for weights from `gathered`. `first`: owners get whole tensors."""
         self._raise_failure()
         try:
             if self.shapes:
@@ -161,7 +160,7 @@ class Outbox:
             else:
                 self._publish_first(weights, sync)
         except BaseException as error:
-            self._failure = error  # the mirror may hold changes that no update has: publish nothing more
+            self._failure = error  # the mirror may hold changes that no update holds: stop publishing
             raise
 
     def publish_base(self, weights: Weights, sync: int) -> None:
@@ -199,7 +198,7 @@ class Outbox:
         return self._writer.newest
 
     def close(self) -> None:
-        """Stop the background thread; what was not flushed stays unpublished."""
+        """Stop the background thread. Syncs that were not flushed may stay unpublished."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -208,7 +207,7 @@ class Outbox:
         self.shortcuts.close()
 
     def pin(self) -> bool:
-        """Publish the last sync as a version of its own. False if it is held back, see `RepeatedSyncs`."""
+        """Make the last sync a version of its own. False if it is held back and is not the newest version."""
         with self._changed:
             digest, newest = self.digest, self._writer.newest
             there = newest and newest.digest == digest and self._idle()
@@ -218,7 +217,7 @@ class Outbox:
             return True
 
     def pinned(self) -> Manifest | None:
-        """Wait for the version of the last `pin`; None if it will not be published."""
+        """Wait for the version that `pin` asked for, and return it; None if it will not be published."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._failure or self._pinned[1])
             return self._pinned[1]
@@ -230,7 +229,7 @@ class Outbox:
         found, folder = dict[str, Bits](), self.shortcuts.folder / "resumed"
         if self._peers.main:
             try:
-                found = self._writer.reader.rebuild(newest, folder)
+                found = self._writer.reader.checkout(newest, folder)
             except (errors.ProtocolError, errors.CodecError, errors.ObjectMissingError, SafetensorError) as e:
                 _log.warning("the newest version cannot be rebuilt, so the next one is an anchor: %s", e)
         self._spread(found.items())
@@ -247,14 +246,14 @@ class Outbox:
             yield name, bits
 
     def _spread(self, tensors: Iterable[tuple[str, Bits]]) -> None:
-        """Give tensors that rank 0 has to the mirrors of their owners."""
+        """Send each of rank 0's tensors to its owner, whose mirror then holds the tensor."""
         for name, shape, bits in self._peers.scatter(tensors, self.owners):
             self.shapes[name] = shape
             if bits is not None:
                 self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
 
     def _lay_out(self) -> None:
-        """Divide the tensors among the files of a checkpoint, and write those of this rank."""
+        """Divide the tensors among the files of a checkpoint, and write this rank's files."""
         files, left = list[list[str]](), -1  # `left`: bytes that the last file has room for
         for name in (name for name in self.shapes if self.owners[name] == self._peers.rank):
             left -= 2 * math.prod(self.shapes[name])
@@ -278,7 +277,7 @@ class Outbox:
     def _add(self, weights: Weights, sync: int, first: bool) -> None:
         started, created_at = time.perf_counter(), time.time()
         names, by_name = list[str](), dict[str, list[Patch]]()
-        # Do this without the lock: on a GPU the diff first waits for all work that is queued there.
+        # Compare without the lock, because a GPU begins to compare only after all work queued there.
         own, others = self.mirror.search(), self._shards.mirror.search()
         for name, tensor in weights:
             self.require_same(name, tensor.shape)
@@ -304,8 +303,8 @@ class Outbox:
             diff_s = time.perf_counter() - started
             last = self._updates[-1] if self._updates else None
             merges = last is not None and (last.digest != self._pinned[0] or self._pinned[1] is not None)
-            # All ranks merge where rank 0 does. The lock is held, so that no thread takes `last` meanwhile.
-            # Only rank 0 counts syncs: TRL counts on no other rank.
+            # All ranks merge if rank 0 does, and use rank 0's `sync`, because TRL counts only there. The lock
+            # is held, so that the background thread does not take `last` meanwhile.
             answers = self._peers.exchange((self.mirror.digest, merges, sync))
             self.digest = to_hex(sum(digest for digest, *_ in answers))
             _, merges, sync = answers[0]
@@ -333,7 +332,7 @@ class Outbox:
         self._publish_whole(sync, started, created_at)
 
     def _publish_whole(self, sync: int, started: float, created_at: float) -> None:
-        """Publish a version that is an anchor: the mirrors, and the tensors that are not trained."""
+        """Publish a version as an anchor: the mirrored tensors, and those that are not trained."""
         largest = max(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         owner = self.owners[largest]
         bits = self.mirror.bits(largest) if owner == self._peers.rank else None
@@ -360,7 +359,7 @@ class Outbox:
                 self._changed.wait_for(
                     lambda: self._closed or (self._updates and not self._held and not self._failure)
                 )
-                # Rank 0 takes its update now; later syncs then become another update, on all ranks.
+                # Once rank 0 takes its update, later syncs become another update, on all ranks (see `_add`).
                 job = self._updates.pop(0) if self._peers.main and not self._closed else None
                 self._busy = True
             try:
@@ -389,9 +388,9 @@ class Outbox:
         )
         encode_s, changed = time.perf_counter() - started, sum(p.index.size for p in job.patches)
         put, writer = functools.partial(self._writer.put_delta, version, self._encoded, changed), self._writer
-        some = changed or self._peers.main  # other ranks leave out an empty part
+        some = changed or self._peers.main  # only rank 0 stores an empty part
         part = self._until_stored(version, put, put) if some else None
-        lacks = bool(some) and part is None  # this outbox was closed first
+        lacks = bool(some) and part is None  # this outbox was closed before its part was stored
         stored = self._others.exchange((part, lacks, self._writer.receipts, self._writer.bucket.sent))
         news: tuple[Manifest, bool] | None = None
         if isinstance(writer, RunWriter) and not any(lacking for _, lacking, *_ in stored):
@@ -413,7 +412,7 @@ class Outbox:
     def _until_stored(
         self, version: int, attempt: Callable[[], Kind], again: Callable[[], Kind]
     ) -> Kind | None:
-        """The result of `attempt`, and after a `BucketError` of `again`. None if this outbox is closed."""
+        """Call `attempt`; after each `BucketError`, call `again`. Return the result; after `close`, None."""
         began, warned = time.monotonic(), -math.inf
         while not self._closed:
             try:
@@ -422,7 +421,7 @@ class Outbox:
                 return done
             except errors.BucketError as error:
                 if isinstance(error, errors.AccessDeniedError) and not self._trouble:
-                    raise  # a first try that is denied will be denied again
+                    raise  # a store that denies the first try will deny all
                 self._trouble = self._trouble or error
                 if (late := time.monotonic() - began) >= warned + _REMIND_S:
                     warned = late
@@ -431,7 +430,7 @@ class Outbox:
                         " trying again",
                         *(version, late, error),
                     )
-            attempt = again  # parts may be in the bucket, so publish the same version
+            attempt = again  # the bucket may have some objects, so publish the same version
             time.sleep(_RETRY_S)
         return None
 
@@ -442,7 +441,7 @@ class Outbox:
             write_bits(shapes, functools.partial(self._before, None), folder / file)
 
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
-        """A tensor's bits without the pending updates, and without `job`."""
+        """Return a tensor's bits before the pending updates, and before the update `job`."""
         with self._changed:
             updates = filter(None, (*reversed(self._updates), job))
             return undone(self.mirror.bits(name), (update.by_name.get(name) for update in updates))

@@ -1,4 +1,4 @@
-"""From a training loop, of one process or several, to versions in a bucket."""
+"""Publishes the weights of a training loop, of one process or several, as versions in a bucket."""
 
 import contextlib
 import logging
@@ -35,13 +35,13 @@ __all__ = ["Publisher", "PublisherOptions", "checkpoint_weights"]
 DEFAULT_RUN = "main"
 Model = Weights | Mapping[str, torch.Tensor]
 _TIMEOUT_S = 600.0
-_WRAPPER = "_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"  # torch.compile and others
+_WRAPPER = "_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"  # of torch.compile, FSDP and others
 _PREFIX = re.compile(rf"^(?:(?:module|{_WRAPPER})\.)+|(?<=\.)(?:{_WRAPPER})\.")
 _log = logging.getLogger("delta_weight_sync")
 
 
 class PublisherOptions(TypedDict, total=False):
-    """Optional arguments of a `Publisher`; its documentation describes them."""
+    """The optional arguments of `Publisher`; `help(Publisher)` describes them."""
 
     encoding: Encoding
     mirror: Place
@@ -62,25 +62,25 @@ class Publisher:
 
     If `torch.distributed` is initialized, create a `Publisher` on every rank, and call the same methods in
     the same order on all of them. Parameters may be sharded with FSDP2. Each rank keeps, encodes and uploads
-    its share of the tensors; a version counts once rank 0, the main rank, has written the manifest. An error
-    on one rank is raised there, and as a `PeerError` on the others.
+    its share of the tensors; a version exists when rank 0, the main rank, has written HEAD. An error on one
+    rank is raised on that rank, and as a `PeerError` on all other ranks.
 
     Opening the run fences off any other writer. An existing run continues from its newest version.
 
     Args:
-        url: The bucket, which is created if missing, and the run's name after a `#` ("main" by default).
-        base: The checkpoint that the policy was loaded from, a folder or the id of a model on the Hub. A new
-            run needs it: config, tokenizer and untrained weights come from it.
+        url: URL of the bucket, then `#` and the run's name ("main" by default). A missing bucket is created.
+        base: The checkpoint from which the policy was loaded: a folder, or a model's id on the Hub. A new run
+            takes config, tokenizer and untrained weights from this checkpoint.
         encoding: Encoding of deltas, "fast" or "small"; see `delta_weight_sync.codec`.
-        mirror: Which memory holds the newest sync's bits, "host" or (on a GPU) "device".
+        mirror: Which memory holds the newest sync's bf16 bits: "host", or "device" for parameters on a GPU.
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
         state_minutes: Least minutes between two saved states, 5 by default. After a slow upload the pause is
-            longer, so that uploads of states take a tenth of the time at most. 0: no pause at all.
+            longer, so that uploads of states take at most a tenth of the time. 0: no pause.
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
             default the key in DELTA_WEIGHT_SYNC_SIGNING_KEY, if that is set.
         on_version: Called on the main rank with the manifest of each published version.
-        peers: The processes that publish together, if not all ranks.
+        peers: The ranks that publish together, by default all.
 
     Attributes:
         sync: The number of the newest sync. Each call of `publish` is one sync.
@@ -89,7 +89,7 @@ class Publisher:
         resumed_from: The state that `find_state` or `restore` found.
 
     Raises:
-        ConfigError: An argument is none of the allowed values.
+        ConfigError: An argument has a value that is not allowed.
         CheckpointError: `base` is missing or is not a checkpoint.
         BucketError, ProtocolError: The bucket or the run cannot be used.
         FencedError: Another trainer opened the run at the same moment.
@@ -139,13 +139,13 @@ class Publisher:
             )
             stack.enter_context(contextlib.closing(self._outbox))
             self._resources = stack.pop_all()
-        # Another group of processes: the thread that uploads states must not share other collectives.
+        # A process group of its own, because the thread that uploads states must not share collectives.
         others, every_s = Peers(alone=self._peers.size == 1), 60 * options.get("state_minutes", 5.0)
         self._saver = StateSaver(self.reader, others, self._outbox, self._writer, every_s)
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank publishes."""
+        """Whether this is the main rank, which writes manifests and HEAD."""
         return self._peers.main
 
     @property
@@ -155,7 +155,7 @@ class Publisher:
 
     @property
     def repeated_sync(self) -> int:
-        """The newest sync with equal weights in this resumed trainer and the trainer before it, or 0."""
+        """The newest sync that this resumed trainer repeated exactly; 0 if none."""
         return self._outbox.repeated.newest
 
     def publish_base(self, weights: Model, step: int = 0) -> None:
@@ -178,12 +178,12 @@ class Publisher:
     def publish(self, weights: Model, step: int | None = None) -> None:
         """Hand over the weights for a new version. Returns when the changes since the last sync are known.
 
-        A background thread encodes and uploads them. Syncs that arrive during an upload become one version.
-        Do not change the tensors before this returns. The first version of a run is in the bucket by then.
+        A background thread encodes and uploads these changes. Syncs that arrive during an upload become one
+        version. Do not change the tensors before this call returns. A new run's first call uploads version 0.
 
         Args:
-            weights: `model.named_parameters()`, or another iterable or mapping of checkpoint names and
-                tensors of any float dtype, which are cast to bf16. Each call must have the same names.
+            weights: `model.named_parameters()`, or another iterable or mapping of names and tensors. Each
+                call must have the same names. Tensors of any float dtype are cast to bf16.
             step: Number of this sync, stored in the version; by default syncs are counted from 1.
 
         Raises:
@@ -194,7 +194,7 @@ class Publisher:
         if first and self._continued and self.resumed_from is None:
             _log.warning(
                 "run %r has versions up to %d, and this trainer resumed no state: its next version holds the"
-                " weights that it begins with; to keep the two apart, choose another run name",
+                " weights that it begins with; for a separate run, choose another name",
                 *(self.reader.keys.run, self._continued),
             )
         parts = gathered(self._named(weights), self._outbox.owns, first=first)
@@ -213,10 +213,10 @@ class Publisher:
         return log
 
     def find_state(self) -> StateRecord | None:
-        """Find the newest state to resume from and set `resumed_from` to it; None for a new run.
+        """Find the newest state to resume from; return it, and set `resumed_from` to it. None for a new run.
 
-        If this trainer then repeats the syncs that the earlier one made after that state, they are not
-        published a second time. The first sync that differs is published. Every rank reads the bucket.
+        If this trainer then repeats the syncs that the earlier trainer made after that state, these syncs
+        are not published again. The first sync that differs is published. Every rank reads the bucket.
 
         Raises:
             StateError: The run has versions after 0 but no state.
@@ -231,11 +231,11 @@ class Publisher:
     ) -> dict[str, Any] | None:
         """Resume from the newest state: put back what `save_state` saved, bit for bit.
 
-        That includes this process's random numbers; a rank without a predecessor gets a seed from those of
-        rank 0. Returns the `extra` of `save_state`; None, with nothing changed, for a new run.
+        The state includes random numbers; a rank that the earlier trainer did not have gets a seed from rank
+        0's numbers. Returns the `extra` of `save_state`. For a new run, returns None and changes nothing.
 
         Raises:
-            StateError: The state is of another model or optimizer, or there is none.
+            StateError: The state is of another model or optimizer, or the run has no state after version 0.
         """
         if self._found is None and self.find_state() is None:
             return None
@@ -243,11 +243,11 @@ class Publisher:
         assert found is not None
         live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
-        # None are known if the newest version is damaged; the untrained weights are not known then, either.
+        # If the newest version is damaged, `shapes` is empty and untrained weights are unknown: skip this.
         published = {name: tensor for name, tensor in live.items() if name in self._outbox.shapes}
         if published and self.digest(published.items()) != found.record.digest:
             raise errors.StateError(
-                f"the state was saved after the weights had changed since version {found.record.version}:"
+                f"the weights of this state are not those of its version {found.record.version}:"
                 " it cannot be restored; start again, and call `save_state` right after `publish`"
             )
         self.sync = found.record.sync
@@ -262,21 +262,21 @@ class Publisher:
         final: bool = False,
         **others: Stateful,
     ) -> bool:
-        """Save everything that a trainer needs to resume here; call it right after each `publish`.
+        """Save everything that a trainer needs to resume from here. Call this right after each `publish`.
 
-        Returns once the state is copied to the host, and uploads it in the background, after its version. If
-        this trainer resumed no state, the first call returns only when its state is in the bucket.
+        Returns once the state is copied to the host. A background thread uploads the copy, after the version
+        with the same weights. If this trainer resumed no state, the first call waits for the upload.
 
         Args:
-            weights: Every tensor that training changes, under the names of `publish`.
-            optimizer: Its state, such as moments, is saved.
-            extra: JSON of your own, such as the number of samples used.
-            final: Save it even if `state_minutes` have not passed: at the end of training.
-            **others: Learning rate schedule, gradient scaler.
+            weights: Every tensor that training changes, under the same names as in `publish`.
+            optimizer: The optimizer; its state, such as moments, is saved.
+            extra: Values of your own that JSON can hold, such as the number of samples used.
+            final: Save the state even if `state_minutes` have not passed. Set this at the end of training.
+            **others: Other objects with a state: learning rate schedule, gradient scaler.
 
         Returns:
-            False, with nothing saved, if the last state is younger than `state_minutes` or still being
-            uploaded, or while this trainer repeats syncs that are in the bucket already.
+            False if nothing is saved: the last state is younger than `state_minutes` or still being uploaded,
+            or this trainer is repeating syncs that the bucket has.
 
         Raises:
             StateError: A value cannot be saved.
@@ -298,7 +298,7 @@ class Publisher:
         """Wait until every sync and state is in the bucket; returns the newest manifest, on all ranks.
 
         Raises:
-            TimeoutError: The syncs, or then the states, take longer than `timeout_s`.
+            TimeoutError: The syncs, or the state's upload after that, take longer than `timeout_s`.
             DeltaWeightSyncError: The background thread had failed with this error.
         """
         with self._peers.fail_together():
@@ -310,12 +310,12 @@ class Publisher:
     def digest(self, weights: Model) -> str:
         """The digest that a version with these weights (of all ranks, cast to bf16) would have."""
         own, names = own_digest(checkpoint_weights(weights), self._outbox.owners, self._peers.rank)
-        mirror = self._outbox.mirror  # of the untrained weights, too
+        mirror = self._outbox.mirror  # also has the untrained weights
         own += sum(tensor_digest(name, mirror.bits(name)) for name in mirror.shapes.keys() - names)
         return to_hex(sum(self._peers.exchange(own)))
 
     def close(self) -> None:
-        """Stop; what was not flushed stays unpublished. Raises `BucketError` if writing the log failed."""
+        """Stop; syncs that were not flushed may be lost. Raises `BucketError` if writing the log failed."""
         self._resources.close()
         self._saver.wait(_TIMEOUT_S)
 
@@ -325,7 +325,7 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Flush, unless an exception ended the block, then close. The first error is raised."""
+        """Flush, unless an exception ended the block, and close. Of several errors, the first is raised."""
         try:
             if kind is None and self._begun:
                 self.flush()
@@ -384,12 +384,12 @@ class Publisher:
 
 
 def checkpoint_weights(weights: Model) -> Weights:
-    """Each weight once, without the prefixes of torch.compile, DDP, FSDP and gradient checkpointing.
+    """Yield each weight once, without the prefixes that torch.compile, DDP, FSDP and others add to its name.
 
-    In a mapping such as `model.state_dict()`, tied weights are one tensor with two names; the first is used.
+    In a mapping such as `model.state_dict()`, tied weights are one tensor of two names; the first is used.
 
     Raises:
-        ConfigError: The names are those of PEFT.
+        ConfigError: A name begins with PEFT's `base_model.model`.
     """
     kept, seen = isinstance(weights, Mapping | ItemsView), set[tuple[object, ...]]()
     for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:

@@ -1,11 +1,12 @@
-"""Several trainer processes: which rank diffs which elements, which rank owns which tensors, and their talk.
+"""Several ranks: which rank diffs which elements, which rank owns which tensors, and how they communicate.
 
-Under FSDP2 each rank holds a block of each parameter (a `DTensor`), finds the changes in it, and sends them
-to the owner of the tensor once per sync. The owner holds the mirror of the whole tensor, encodes its changes
-and uploads them. Every rank also mirrors its blocks of others' tensors, to find their changes. Only in two
-cases does an owner get whole tensors, and then one tensor at a time: at the first sync, and for placements
-that are not a plain block. All ranks call the methods here in the same order. If one fails, all stop with its
-message.
+Under FSDP2, each rank holds a block of each parameter (a `DTensor`). Once per sync, the rank finds the
+changes in its block and sends them to the tensor's owner. The owner mirrors the whole tensor, and encodes and
+uploads the tensor's changes. To find changes, every rank also mirrors its blocks of tensors that others own.
+An owner gets whole tensors, one at a time, only at the start or first sync, and for placements that are not a
+plain block.
+
+All ranks call the methods here in the same order. If one rank fails, all stop with that rank's message.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import functools
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -30,23 +32,23 @@ from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CodecError, PeerError
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place
 from delta_weight_sync.records import MAX_PARTS
+from delta_weight_sync.util import swap
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-_TIMEOUT = datetime.timedelta(
-    hours=2
-)  # for ranks that wait while rank 0 uploads the base, or waits for Spaces
+# A rank may wait for other ranks' uploads, or while rank 0 waits for Spaces.
+_TIMEOUT = datetime.timedelta(hours=2)
 
 
 class Owners(dict[str, int]):
-    """Name of each tensor -> the rank that owns it. All ranks agree, if they name tensors in one order."""
+    """Name of each tensor -> its owner. All ranks get equal owners if they add tensors in the same order."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        parts = min(ranks, MAX_PARTS)  # if ranks are more, owners are spread over all machines
-        self._loads = {number * ranks // parts: 0 for number in range(parts)}  # elements that a rank owns
+        parts = min(ranks, MAX_PARTS)  # number of owners, spread evenly over the ranks
+        self._loads = {number * ranks // parts: 0 for number in range(parts)}  # elements of each owner
 
     def of(self, name: str, shape: Sequence[int]) -> int:
-        """The owner. A new name goes to the owner of the fewest elements."""
+        """Return a tensor's owner. A new tensor goes to the owner of the fewest elements."""
         if name not in self:
             self[name] = min(self._loads, key=self._loads.__getitem__)
             self._loads[self[name]] += math.prod(shape)
@@ -56,8 +58,8 @@ class Owners(dict[str, int]):
 def own_block(tensor: torch.Tensor, *, owner: bool) -> Block | None:
     """The block of a parameter that this rank diffs, or None.
 
-    The owner diffs a tensor that every rank holds whole, or that is not `is_block`. If a mesh dimension holds
-    copies of a block, the first rank along that dimension diffs the block.
+    Only the owner diffs a tensor for which `is_block` is False, for example a plain tensor. If a mesh
+    dimension holds copies of a block, the first rank along that dimension diffs the block.
     """
     if not is_block(tensor):
         return Block.whole(tensor.shape) if owner else None
@@ -66,15 +68,15 @@ def own_block(tensor: torch.Tensor, *, owner: bool) -> Block | None:
 
 
 def held_block(tensor: torch.Tensor) -> Block:
-    """The block of a tensor that this rank holds. The ranks' parts must not be partial sums."""
+    """Return the block of a tensor that this rank holds. The tensor must have no `Partial` placement."""
     if not isinstance(tensor, DTensor):
         return Block.whole(tensor.shape)
     return _block(tensor.shape, tensor.placements, tensor.device_mesh)[0]
 
 
-@functools.lru_cache(4096)  # torch takes 50 us each time, and a model has few shapes
+@functools.lru_cache(4096)  # torch takes 50 us for each call, and a model has few shapes
 def _block(shape: torch.Size, placements: tuple[Placement, ...], mesh: DeviceMesh) -> tuple[Block, bool]:
-    """The block that this rank holds, and whether another rank diffs it, because this one holds a copy."""
+    """Return this rank's block, and whether it is a copy of a block that another rank diffs."""
     here = mesh.get_coordinate() or ()
     is_copy = any(p.is_replicate() and at for p, at in zip(placements, here, strict=False))
     extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -85,38 +87,38 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a parameter that this rank holds, detached from the graph."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    with torch.no_grad():  # or `to_local` records a step of the graph, which takes 40 us
+    with torch.no_grad():  # otherwise `to_local` records a step of the graph, in 40 us
         return tensor.to_local().detach()
 
 
 def is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether each rank holds a plain block, not a strided or partial one. The same on all ranks."""
+    """Whether each rank holds a plain block, not a strided or partial one. All ranks get the same answer."""
     return isinstance(tensor, DTensor) and all(type(p) in (Shard, Replicate) for p in tensor.placements)
 
 
 class Shards:
-    """This rank's blocks of tensors that other ranks own: their mirror, as they were at the last sync."""
+    """Mirrors this rank's blocks of tensors that other ranks own."""
 
     def __init__(self, place: Place, *, finite: bool = False) -> None:
         self.mirror = Mirror(place, finite=finite)
         self._blocks: dict[str, Block | None] = {}
 
     def begin(self, name: str, tensor: torch.Tensor) -> None:
-        """Mirror this rank's block of a parameter, if it has one."""
+        """Mirror the block of a parameter that this rank diffs, if there is one."""
         self._blocks[name] = own_block(tensor, owner=False)
         if self._blocks[name]:
             self.mirror.add(name, local(tensor))
 
     def part(self, name: str, tensor: torch.Tensor) -> Part | None:
-        """The part of a parameter to compare. Raises `CodecError` if the parameter's sharding changed."""
+        """Return the part of a parameter to compare, or None. Raises `CodecError` if the sharding changed."""
         block = own_block(tensor, owner=False)
         if name not in self._blocks or self._blocks[name] != block:
             raise CodecError(f"the sharding of {name} changed after the first sync: restart the trainer")
-        # To the mirror, this block is a whole parameter.
+        # This mirror treats the block as a whole parameter.
         return held_part(name, tensor, Block.whole(local(tensor).shape)) if block else None
 
     def keep(self, found: Found) -> list[Patch]:
-        """Write what was found into the mirror. Returns it with positions in the whole tensors."""
+        """Write the changes into the mirror. Return them as patches with positions in the whole tensors."""
         self.mirror.keep(found)
         return [
             Patch(patch.name, block.shape, block.positions(patch.index), patch.ulps)
@@ -126,7 +128,7 @@ class Shards:
 
 
 def held_part(name: str, tensor: torch.Tensor, block: Block) -> Part:
-    """The elements of a parameter that this rank holds. `block`: their place in the mirror's tensor."""
+    """Return this rank's elements of a parameter as a part. `block`: their place in the mirror's tensor."""
     return Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
 
 
@@ -135,9 +137,9 @@ def gathered(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights, usually as each rank holds them.
 
-    A rank gets whole tensors among those that it `owns` (called with name and shape): all at the `first`
-    sync, later only those that are not a plain block. Every rank must iterate to the end, because this is a
-    collective.
+    Tensors that `owns(name, shape)` claims for this rank come whole: all of them at the `first` sync, later
+    only those that are not a plain block. Every rank must iterate to the end, because the ranks gather
+    tensors together.
     """
     for name, tensor in weights:
         own = owns(name, tensor.shape)
@@ -149,7 +151,7 @@ def gathered(
 
 
 def union(parts: Iterable[Patch]) -> list[Patch]:
-    """Join the ranks' patches of one tensor, which do not overlap, into one. Empty if nothing changed."""
+    """Join the ranks' patches of one tensor, which do not overlap. Return one, or none if all are empty."""
     found = [part for part in parts if part.index.size]
     if len(found) < 2:
         return found
@@ -162,7 +164,7 @@ def union(parts: Iterable[Patch]) -> list[Patch]:
 
 
 class Peers:
-    """Communication between the ranks, the processes of this trainer. With a single one, it does nothing.
+    """Communication between the ranks, the processes of this trainer. A single process sends nothing.
 
     All processes must create a `Peers` and call its methods in the same order. With `alone`, this process
     acts as if it were the only one.
@@ -172,7 +174,7 @@ class Peers:
         several = not alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if several else None
-        self._ended: PeerError | None = None  # what ended this communication, on all ranks
+        self._ended: PeerError | None = None  # the error that ended this communication
 
     @property
     def main(self) -> bool:
@@ -203,13 +205,13 @@ class Peers:
 
     @contextlib.contextmanager
     def fail_together(self, weights: Iterable[object] = ()) -> Iterator[None]:
-        """Run a `with` body. If it fails on one rank, iterate `weights` to the end there, and fail on all."""
+        """Run a `with` body. If it fails on a rank, that rank iterates `weights` to the end, and all fail."""
         try:
             yield
         except Exception as error:
             if error is self._ended:
-                raise  # the other ranks raise it, too, or are gone
-            for _ in weights:  # a collective: the other ranks wait in it for this one
+                raise  # the other ranks raise this error, too, or are gone
+            for _ in weights:  # gathering is collective: the other ranks wait for this one
                 pass
             with contextlib.suppress(PeerError):
                 self.exchange(None, f"{type(error).__name__}: {error}")
@@ -217,33 +219,29 @@ class Peers:
         self.exchange(None)
 
     def swap(self, patches: Iterable[Patch], owners: Mapping[str, int], shapes: Shapes) -> list[Patch]:
-        """Send each patch to the owner of its tensor. Returns the patches for this rank, rank by rank."""
+        """Send each patch to the owner of its tensor. Return the patches that came, sender by sender."""
         if self._group is None:
             return []
         outgoing: list[list[Patch]] = [[] for _ in range(self.size)]
         for patch in patches:
             outgoing[owners[patch.name]].append(patch)
-        pickles = (pickle.dumps(Decoded.of(some), pickle.HIGHEST_PROTOCOL) for some in outgoing)
-        packed = [np.frombuffer(each, np.uint8) for each in pickles]
+        large = any(math.prod(shape) > 1 << 31 for shape in shapes.values())
+        kind = np.int64 if large else np.int32  # of positions; small, because changes may take gigabytes
+        sent = (replace(one, index=one.index.astype(kind)) for one in map(Decoded.of, outgoing))
+        packed = [np.frombuffer(pickle.dumps(one, pickle.HIGHEST_PROTOCOL), np.uint8) for one in sent]
         sizes = [size[self.rank] for size in self.exchange([data.size for data in packed])]
-        coming = np.empty(sum(sizes), np.uint8)
         with self._contact():
-            dist.all_to_all_single(
-                torch.from_numpy(coming),
-                torch.from_numpy(np.concatenate(packed)),
-                sizes,
-                [data.size for data in packed],
-                group=self._group,
-            )
-        parts = np.split(coming, np.cumsum(sizes[:-1]))
-        return [patch for part in parts for patch in pickle.loads(part.data).patches(shapes)]
+            coming = swap(packed, sizes, self._group)
+        came = (pickle.loads(part.data) for part in np.split(coming, np.cumsum(sizes[:-1])))
+        parts = (replace(one, index=one.index.astype(np.int64)) for one in came)
+        return [patch for part in parts for patch in part.patches(shapes)]
 
     def scatter(
         self, tensors: Iterable[tuple[str, Bits]], owners: Owners
     ) -> Iterator[tuple[str, tuple[int, ...], Bits | None]]:
-        """Give rank 0's tensors to their owners, one by one.
+        """Send rank 0's tensors to their owners, one by one.
 
-        Yields name and shape of each, and its bits (uint16) on the owner, None elsewhere.
+        Yields each tensor's name, shape and bits (uint16). On ranks that do not own it, the bits are None.
         """
         source = iter(tensors)
         while True:
@@ -261,7 +259,7 @@ class Peers:
             yield name, shape, bits if owner == self.rank else None
 
     def share(self, bits: Bits | None, shape: Sequence[int], source: int) -> Bits:
-        """Give the `bits` (uint16 of `shape`) of rank `source` to every rank."""
+        """Return the `bits` (uint16, of `shape`) of rank `source` on every rank."""
         if self._group is None and bits is not None:
             return bits
         column = np.empty(tuple(shape), np.uint16) if bits is None else np.ascontiguousarray(bits)
@@ -276,7 +274,7 @@ def _wire(column: Index | Bits) -> torch.Tensor:
 
 
 def own_digest(weights: Weights, owners: Mapping[str, int], rank: int) -> tuple[int, set[str]]:
-    """Return the digest of this rank's blocks of the live parameters, cast to bf16, and all names."""
+    """Return the digest of the elements that this rank diffs, cast to bf16; and all parameters' names."""
     total, names = 0, set()
     for name, tensor in gathered(weights, lambda name, _: owners[name] == rank, first=False):
         names.add(name)

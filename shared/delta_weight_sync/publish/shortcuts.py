@@ -3,11 +3,11 @@
 A thread applies each published patch to a copy of the checkpoint on this machine's disk, so memory never
 holds a second model. An anchor is an upload of that copy. A jump over 8 versions is an exact merge of their
 patches, which stay in memory. For a jump over 64 versions, or over 8 if the patches exceed a budget, a second
-copy keeps the weights of the version where the jump begins. The jump is the difference of the two copies.
+copy keeps the weights of the version where the jump begins; the jump is the difference of the two copies.
 
-Each rank does this for the tensors that it owns. Jumps end at multiples of 8 and 64, so all ranks make the
-same ones. A manifest names a shortcut once all ranks have stored their parts. If the trainer crashes before,
-`keep` or `gc` deletes them.
+Each rank makes shortcuts of the tensors that it owns. Jumps end at versions that are multiples of 8 or 64,
+so ranks that keep up make the same jumps. A manifest names a shortcut once all ranks have stored their parts
+of it. If the trainer crashes before that, the option `keep` or the command `gc` deletes the stored parts.
 """
 
 import logging
@@ -28,7 +28,7 @@ from delta_weight_sync.reader import apply_delta, require_digest
 from delta_weight_sync.records import STRIDES, FileRef, Manifest
 from delta_weight_sync.scratch import Scratch
 
-_BEHIND: Final = 16  # while more versions than this wait here, it makes no jumps and anchors
+_BEHIND: Final = 16  # while more versions than this wait, anchors are made, but no jumps
 _RESTART_EVERY: Final = 64  # versions between two attempts to begin again, for example after a full disk
 _CLOSING_S: Final = 5.0
 _SMALLEST: Final = 1 << 24  # bytes of memory that patches may always take
@@ -37,7 +37,7 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 class _Start:
-    """Where a stride's next jump begins: that version's weights in a copy, or the merged patches since it."""
+    """Where the next jump over 8 or 64 versions begins: its weights, or the merged patches since then."""
 
     def __init__(self, stride: int, path: Path) -> None:
         self.stride, self.version = stride, -1
@@ -51,11 +51,11 @@ class _Start:
             shutil.copytree(newest, self._path, dirs_exist_ok=True)
 
     def jump_is_due(self, version: int) -> bool:
-        """Whether a jump ends here. It spans 8 or 64 versions, or less if this trainer began in between."""
+        """Whether a jump ends at `version`. After a start, it may be shorter; after a backlog, longer."""
         return version % self.stride == 0 and version - self.version >= self.stride // 2
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
-        """Add a version's patches (None if not in memory). Call this before they are applied to `newest`."""
+        """Add a version's patches (None: they are in a file), before they are applied to `newest`."""
         if (earlier := self._patches) is None:
             return
         if patches is not None:
@@ -68,7 +68,7 @@ class _Start:
             codec.apply(codec.inverse(patch), bits[patch.name])
 
     def jump(self, newest: dict[str, Bits]) -> tuple[Iterator[Patch], Callable[[str], Bits]]:
-        """The patches from `version` to `newest`, in `newest`'s order, and the bits at `version` by name."""
+        """Return the patches from `version` to `newest`, and a function: name -> bits at `version`."""
         if self._patches is None:
             old = map_folder(self._path)
             return (codec.diff(name, old[name], new) for name, new in newest.items()), old.__getitem__
@@ -78,17 +78,17 @@ class _Start:
 
 
 class Published(NamedTuple):
-    """A version: its patches, or the file that holds them, and the digest of this rank's tensors."""
+    """A version of this rank's tensors. If `patches` is None, the patches are in `file`."""
 
     manifest: Manifest
     patches: Sequence[Patch] | None
-    digest: str
-    anchor: bool  # make an anchor of it
+    digest: str  # of this rank's tensors
+    anchor: bool  # whether to make an anchor of this version
     file: Path = Path()
 
 
 class Shortcuts:
-    """Makes jumps and anchors. The publishing thread calls `restart` and `add`, in the order of versions."""
+    """Makes jumps and anchors. The outbox calls `restart` and `add`, in the order of versions."""
 
     def __init__(self, writer: PartWriter, encoding: Encoding, keep: Keep | None) -> None:
         """`keep`: how much of the run stays in the bucket; None for everything. Only rank 0 deletes."""
@@ -96,18 +96,18 @@ class Shortcuts:
         self._pruner = Pruner(writer.reader, keep) if keep and isinstance(writer, RunWriter) else None
         self._scratch = Scratch()
         self.folder = self._scratch.path
-        self.path = self.folder / "newest"  # the copy; write the newest version here before `restart`
+        self.path = self.folder / "newest"  # the copy: write the newest version here before `restart`
         self.path.mkdir()
         self._version = -1
         self._starts = [_Start(stride, self.folder / f"from-{stride}") for stride in STRIDES]
         self._published: deque[Published] = deque()
-        self._stored: list[Stored] = []  # that `stored` has not returned yet
-        self._unnamed: dict[str, int] = {}  # keys that the bucket has and no manifest names yet -> version
-        self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps whose upload failed
+        self._stored: list[Stored] = []  # what `stored` returns next
+        self._unnamed: dict[str, int] = {}  # key of a stored file that no manifest names yet -> version
+        self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps to upload
         self._changed = threading.Condition()
         self._busy, self._closed, self._said = False, False, ""
-        self._stayed = self._came = 0  # bytes that the last pruning left; bytes added between the last two
-        self.lost = True  # the files hold no known version; `restart` is needed
+        self._stayed = self._came = 0  # bytes left by the last pruning; added between the last two prunings
+        self.lost = True  # whether the copy holds no known version: call `restart`
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
         self._thread.start()
 
@@ -119,13 +119,13 @@ class Shortcuts:
         self.lost = False
 
     def stored(self) -> list[Stored]:
-        """What has been stored since the last call."""
+        """Return the parts that this rank has stored since the last call."""
         with self._changed:
             found, self._stored = self._stored, []
             return found
 
     def add(self, version: Published, delta: bytes, write: Callable[[Path], object]) -> None:
-        """Add a published version: its delta file, and a function that writes its weights to a folder."""
+        """Add a published version. `delta`: its file. `write` writes its weights to a folder."""
         manifest = version.manifest
         if version.anchor and self.lost:
             self._stored.append(Stored(None, manifest.version, None))
@@ -162,7 +162,7 @@ class Shortcuts:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(_CLOSING_S)  # a longer upload ends with this process
+        self._thread.join(_CLOSING_S)  # an upload that takes longer ends with this process
         self._scratch.close()
 
     def _run(self) -> None:
@@ -201,7 +201,7 @@ class Shortcuts:
         self._said = str(error)
 
     def _follow(self, version: Published) -> list[FileRef] | None:
-        """Apply a version, and make the shortcuts that are due. Returns the files of an anchor, if wanted."""
+        """Apply a version to the copy; make the shortcuts that are due. Return an anchor's files, or None."""
         number, patches = version.manifest.version, version.patches
         for start in self._starts:
             if start.version < 0:
@@ -212,7 +212,6 @@ class Shortcuts:
             codec.apply(patch, bits[patch.name])
         if patches is None:
             apply_delta(bits, version.file)
-            version.file.unlink()
         self._version = number
         due = [start for start in self._starts if start.jump_is_due(number)]
         if len(self._published) > _BEHIND:
@@ -238,7 +237,7 @@ class Shortcuts:
         return anchor
 
     def _jump(self, start: _Start, newest: dict[str, Bits]) -> tuple[int, int, bytes, int]:
-        """Base, version, file and number of changes of the jump from `start` to the newest version."""
+        """Make the jump from `start` to the newest version. Return base, version, bytes, changes."""
         patches, old = start.jump(newest)
         base, version, sizes = start.version, self._version, list[int]()
 
@@ -253,14 +252,14 @@ class Shortcuts:
         return base, version, data, sum(sizes)
 
     def _send_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
-        some = changed or isinstance(self._writer, RunWriter)  # other ranks leave out an empty part
+        some = changed or isinstance(self._writer, RunWriter)  # only rank 0 stores an empty part
         files = [self._writer.put_jump(base, version, data, changed)] if some else []
         self._unnamed |= {file.key: version for file in files}
         with self._changed:
             self._stored.append(Stored(base, version, files))
 
     def _prune(self, newest: Manifest) -> None:
-        """Prune. Leave room for an anchor and twice the bytes added between the last two prunings."""
+        """Prune until there is room for an anchor and twice the bytes added between the last two prunings."""
         if self._pruner is None:
             return
         room = newest.full_bytes + 2 * self._came
@@ -283,7 +282,7 @@ def nbytes(patches: Iterable[Patch]) -> int:
 
 
 def undone(bits: Bits, patches: Iterable[Patch | None]) -> Bits:
-    """A copy of a tensor's `bits` with `patches` undone, given newest first. None stands for no change."""
+    """Return a copy of a tensor's `bits` without `patches` (newest first; None stands for no change)."""
     bits = bits.copy()
     for patch in filter(None, patches):
         codec.apply(codec.inverse(patch), bits)

@@ -1,4 +1,4 @@
-"""The undo log: restores the weights of earlier syncs, for old policies that must be exact."""
+"""The undo log restores the exact weights of earlier syncs, for example of an old policy."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,13 +10,13 @@ from delta_weight_sync.codec import Patch
 
 
 class UndoLog:
-    """What the newest syncs changed. It can restore each of these syncs in another copy of the model.
+    """Holds the changes of the newest syncs, and can restore each of these syncs in a copy of the model.
 
-    Moving a copy from one sync to another writes only what differs, about one weight in a hundred per sync.
-    Only the trainer's thread may use it.
+    Moving the copy from one sync to another writes only changed weights, about one in a hundred per sync.
+    Only the trainer's thread may use the log.
 
     Args:
-        sync: The sync that the log begins with.
+        sync: The sync with which the log begins.
         keep: Number of syncs that can be undone.
 
     Attributes:
@@ -46,14 +46,14 @@ class UndoLog:
 
         Args:
             weights: Contiguous tensors by published name, on any device; bf16, or float32 with bf16 values.
-            start: The sync that the weights are at.
+            start: The sync whose weights these are now.
             end: The sync to restore.
 
         Returns:
             The number of elements written.
 
         Raises:
-            UndoLogError: The log does not reach to `start` or `end`. Nothing is written.
+            UndoLogError: The log does not hold `start` or `end`. Nothing is written.
         """
         for sync in {start, end}.difference(self.syncs):
             raise errors.UndoLogError(

@@ -1,7 +1,7 @@
-"""Writing a run: files and manifest first, HEAD last, under names that no other writer uses.
+"""Writes a run: files and manifest first, HEAD last, under names that no other writer uses.
 
-Each rank of a trainer stores its own parts of deltas, jumps and anchors (`PartWriter`). Rank 0 names them in
-manifests, once all parts are stored, and writes HEAD (`RunWriter`).
+Each rank of a trainer stores its own parts of deltas, jumps and anchors (`PartWriter`). Once all parts are
+stored, rank 0 names them in a manifest, and writes HEAD (`RunWriter`).
 """
 
 import hashlib
@@ -48,15 +48,15 @@ class Stored(NamedTuple):
 
 
 class PartWriter:
-    """Stores what one rank owns of a run. `part` distinguishes its keys from those of other ranks."""
+    """Stores what one rank owns of a run. `part` makes this rank's keys differ from other ranks' keys."""
 
     def __init__(self, reader: RunReader, writer: Writer, newest: Manifest | None, part: str = "") -> None:
         self.reader, self.bucket, self.keys = reader, reader.bucket, reader.keys
         self.writer, self.newest, self.part = writer, newest, part
-        self.receipts: Mapping[str, str] = {}  # of uploaded parts of the version in progress, by key
+        self.receipts: Mapping[str, str] = {}  # key -> receipt, of parts of the next version
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Upload this rank's part of the delta that leads to `version`. Rank 0's `commit` stores it."""
+        """Upload this rank's part of the delta to `version`. On the Hub, rank 0's `commit` then stores it."""
         key = self.keys.delta(version, self.writer, self.part)
         self.receipts = {key: receipt} if (receipt := self.bucket.upload(key, data)) else {}
         return _delta(key, data, version - 1, version, changed)
@@ -68,7 +68,7 @@ class PartWriter:
         return _delta(key, data, base, version, changed)
 
     def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
-        """Store this rank's files of the weights of an anchor of `version`."""
+        """Store this rank's weight files of the anchor of `version`."""
         return [self._put_file(version, path) for path in paths]
 
     def _put_file(self, version: int, path: Path) -> FileRef:
@@ -97,18 +97,17 @@ class RunWriter(PartWriter):
         super().__init__(reader, Writer.after(others), None)
         self.model, self.assets = model, assets
         self._asset_refs: list[FileRef] = []
-        self._decided: Manifest | None = None  # the next version, until the store has taken it
-        self._delta: tuple[str, bytes] | None = None  # key and content of its delta
-        # In the bucket, but named by no manifest yet.
-        self.index: Mapping[str, str] = {}  # the file of each tensor, if the weights are in several files
+        self._decided: Manifest | None = None  # the next version, until it is in the bucket
+        self._delta: tuple[str, bytes] | None = None  # key and content of that version's delta
+        self.index: Mapping[str, str] = {}  # tensor -> its file, if the weights are in several files
         self.ordered: int | None = None  # the version of an anchor that not all ranks have stored yet
-        self._parts: dict[tuple[int | None, int], dict[int, Stored]] = {}  # by base and version, by rank
-        self._jumps: list[DeltaRef] = []
-        self._new_anchor: AnchorRef | None = None
+        self._parts: dict[tuple[int | None, int], dict[int, Stored]] = {}  # (base, version) -> rank -> part
+        self._jumps: list[DeltaRef] = []  # stored by all ranks, but named by no manifest yet
+        self._new_anchor: AnchorRef | None = None  # stored by all ranks, but named by no manifest yet
         self._considered = 0  # length of `_jumps` when `_decided` was made
-        self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was found intact last
+        self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was last found intact
         self._intact = 0  # the last version whose files were all found as published
-        self._damaged = False  # a file of a version after that was not
+        self._damaged = False  # whether a file was missing or changed when the run was last listed
         self._started = time.time()
         self.on_version: Callable[[Manifest], object] | None = None  # called after each published version
         self.newest = self._claim(others)
@@ -116,9 +115,10 @@ class RunWriter(PartWriter):
     def _claim(self, others: list[Writer]) -> Manifest | None:
         """Take the run over; returns its newest version.
 
-        This writer claims the run, then looks again for versions of others; every writer looks for claims
-        after it has published. So if another writer publishes meanwhile, this writer continues from that
-        version, or the other sees this claim and drops its version. After Lamport's bakery algorithm (1974).
+        This writer claims the run by storing a HEAD, then looks again for versions of others. Every writer
+        looks for claims after it has published. So if another writer publishes meanwhile, either this writer
+        continues from that version, or the other writer sees the claim and drops that version. The idea is
+        Lamport's bakery algorithm (1974).
         """
         newest = self._last_of_others()
         self._put([self._head(newest)])
@@ -129,12 +129,12 @@ class RunWriter(PartWriter):
             raise
         if (latest := self._last_of_others()) != newest:
             self._put([self._head(latest)])
-        # Replicas poll the HEAD that they know. If it is gone, they look for this writer's.
+        # Replicas poll the HEAD that they know. If that is gone, they look for this writer's.
         self.bucket.delete([self.keys.head(other) for other in others])
         return latest
 
     def _last_of_others(self) -> Manifest | None:
-        """The newest version of an earlier writer, even if that writer died before HEAD named it."""
+        """Return the newest version of earlier writers, even if its writer died before HEAD named it."""
         if (head := self.reader.head(below=self.writer)) is None:
             return None
         last = self.reader.rebuild_head(Writer(head.writer_term, head.writer))
@@ -154,17 +154,17 @@ class RunWriter(PartWriter):
         return many or sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes
 
     def look_for_damage(self) -> None:
-        """Find out whether a file of the newest version is missing or has changed; an anchor is then due.
+        """Find out whether a file of the newest version is missing or has changed, so that an anchor is due.
 
-        This lists the run every `_EVERY` versions, or each time while it finds damage. It reads each small
-        file of the checkpoint once, but no weights and deltas: this writer has written or read them itself.
+        The run is listed every `_EVERY` versions, or at each call while there is damage. Each small file of
+        the checkpoint is read once. Weights and deltas are not: this writer has written or read them itself.
         """
         newest = self.newest
         if newest is None or self._new_anchor or newest.version < self._intact + _EVERY:
             return
         there = {info.key: info for info in self.bucket.list(self.keys.folder)}
         files = newest.recipe().files
-        if not self.assets:  # without the base model, only weights and deltas can be stored again
+        if not self.assets:  # without the base model, small files cannot be stored again
             files = tuple(file for file in files if file.name.endswith(".safetensors"))
         listed = {file.key: there.get(file.key) for file in files}
         self._damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
@@ -186,7 +186,7 @@ class RunWriter(PartWriter):
         return False
 
     def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
-        """Store this rank's files of an anchor: weights, and the small files unless they are stored."""
+        """Store this rank's files of an anchor: weights, and the small files if the bucket lacks them."""
         weights = super().put_weights(version, paths)
         if self.assets and (self._damaged or not self._asset_refs):
             files = [path for path in sorted(self.assets.iterdir()) if path.is_file()]
@@ -203,7 +203,7 @@ class RunWriter(PartWriter):
         return [*weights, *table, *self._asset_refs]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Prepare the delta: `commit` stores it with manifest and HEAD. A part of it is uploaded now."""
+        """Prepare the delta: `commit` stores it with manifest and HEAD. With several ranks, upload it now."""
         if self.part:
             return super().put_delta(version, data, changed)
         key = self.keys.delta(version, self.writer, self.part)
@@ -211,8 +211,8 @@ class RunWriter(PartWriter):
         return _delta(key, data, version - 1, version, changed)
 
     def collect(self, stored: Sequence[Sequence[Stored]]) -> None:
-        """Take what each rank has stored, by rank. The next manifest names the jumps and the anchor among
-        these that all ranks have stored."""
+        """Take the parts that each rank has stored (`stored[rank]`). Once all ranks have stored their parts
+        of a jump or an anchor, the next manifest names that jump or anchor."""
         for rank, parts in enumerate(stored):
             for part in parts:
                 self._parts.setdefault((part.base, part.version), {})[rank] = part
@@ -220,7 +220,7 @@ class RunWriter(PartWriter):
             found = sorted(self._parts[base, version].items())
             if len(found) < len(stored):
                 if self.newest and version < self.newest.version - 2 * max(STRIDES):
-                    del self._parts[base, version]  # a rank was behind, and made another jump
+                    del self._parts[base, version]  # a rank that was behind made another jump instead
                 continue
             del self._parts[base, version]
             if (base, version) == (None, self.ordered):
@@ -242,7 +242,7 @@ class RunWriter(PartWriter):
         total: int,
         created_at: float,
     ) -> Manifest:
-        """Decide what the next version holds, and publish it. Raises what `confirm` raises.
+        """Decide what the next version holds, and publish it. Raises the errors of `confirm`.
 
         `delta`: the parts of the delta from the version before; empty for a version that is an anchor.
         """
@@ -281,8 +281,8 @@ class RunWriter(PartWriter):
     def confirm(self) -> Manifest:
         """Publish the decided version: store its delta and manifest, then HEAD.
 
-        Call it again after each `BucketError`: the manifest may be in the bucket already, so the version must
-        stay the same. Raises `FencedError`, and the version does not count, if another trainer took over.
+        After each `BucketError`, call this again: the manifest may be in the bucket already, so the version
+        must stay the same. If another trainer took over, raises `FencedError`; the version does not count.
         """
         manifest = self._decided
         assert manifest is not None, "no version is decided"

@@ -1,1 +1,1 @@
-"""Trainer states: saves them to the bucket, finds them again and restores them, bit for bit."""
+"""Saves trainer states to the bucket, finds them again, and restores them bit for bit."""

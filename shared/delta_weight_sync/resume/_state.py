@@ -1,14 +1,14 @@
-"""Trainer states in the bucket: saves them, finds them again, and restores them bit for bit.
+"""Saves trainer states to the bucket, finds them again, and restores them bit for bit.
 
-A state belongs to a version: it holds what the trainer needs to resume from that version. It has one object
-per rank and a record. The record is written last, when the version and all objects are in the bucket:
+A state holds what a trainer needs to resume from one version. It has one object per rank and a record. The
+record is written last, when the version and all objects are in the bucket:
 
     runs/<run>/state/00000040.00000041.t1-3fa9c2d1.json                 for version 40, after sync 41
     runs/<run>/state/00000040.00000041.t1-3fa9c2d1/rank-0.safetensors   what rank 0 saves for that version
 
 Two states stay in the bucket: the newest, and the one before it in case an object of the newest is damaged.
-Each object lists its blocks of tensors, so that any number of ranks can resume: each reads what overlaps its
-own blocks. The trainer's thread copies a state to host memory; a background thread writes it.
+Each object lists its blocks of tensors. So any number of ranks can resume: each rank reads the blocks that
+overlap its own. The trainer's thread copies a state to host memory; a background thread uploads the copy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StateRecord(Sealed):
 
     born: Time  # when the run began, as in its manifests
     version: Count
-    digest: Digest  # of that version
+    digest: Digest  # of the version
     sync: Count  # the trainer's number of the sync
     created_at: Time  # unix seconds
     ranks: Annotated[tuple[FileRef, ...], Field(min_length=1)]
@@ -58,20 +58,20 @@ class StateRecord(Sealed):
 
 
 class StateSaver:
-    """Uploads one snapshot at a time in the background. Every rank has a saver; all save at the same time."""
+    """Uploads snapshots (states copied to the host) one at a time. All ranks save at the same time."""
 
     def __init__(
         self, reader: RunReader, peers: Peers, outbox: Outbox, writer: RunWriter | None, every_s: float
     ) -> None:
         """Only the main rank has a `writer`."""
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
-        self._every_s, self._next = every_s, 0.0  # when the next snapshot is due
-        self.thread: threading.Thread | None = None  # of the last upload
-        self.failure: Exception | None = None  # why it failed
+        self._every_s, self._next = every_s, 0.0  # seconds from one snapshot to the next; when it is due
+        self.thread: threading.Thread | None = None  # makes the newest upload
+        self.failure: Exception | None = None  # why the newest upload failed
 
     def ready(self, *, final: bool) -> bool:
-        """Whether a snapshot may be saved now. Unless `final` or `state_minutes` is 0, uploads take at
-        most a tenth of the time."""
+        """Whether a snapshot may be saved now. If not `final`, a snapshot waits so long that uploads take at
+        most a tenth of the time (unless `every_s` is 0)."""
         return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
@@ -96,13 +96,13 @@ class StateSaver:
                 self._save(snapshot, sync, extra)
         except Exception as error:  # noqa: BLE001 - training continues
             self.failure = error
-            _log.warning("the trainer's state was not saved: %s; the previous state is still valid", error)
+            _log.warning("the trainer's state was not saved: %s; earlier states are still valid", error)
         if self._every_s:
             took = time.monotonic() - started
             self._next = started + max(self._every_s, 10 * took)
 
     def _save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
-        # The state is named by the main rank's number of the sync, because TRL counts only there.
+        # The number in the state's name is the main rank's: TRL counts syncs on that rank only.
         own = (self._outbox.pinned(), sync) if self._peers.main else None
         manifest, sync = self._peers.exchange(own)[0]
         if manifest is None:
@@ -121,7 +121,7 @@ class StateSaver:
 
 
 def _prune(reader: RunReader, newest: str) -> None:
-    """Keep the complete state `newest` and the one before. Delete all older states, their records first."""
+    """Keep the complete state `newest` and the state before it. Delete older states, their records first."""
     listing = [info.key for info in reader.bucket.list(reader.keys.states)]
     older = [key.removesuffix(".json") for key in listing if key.endswith(".json") and key < f"{newest}.json"]
     if older:
@@ -131,19 +131,19 @@ def _prune(reader: RunReader, newest: str) -> None:
 
 
 class FoundState:
-    """A state to restore. Each rank downloads, and so checks, its share of the objects; later what it needs.
+    """A state to restore. At creation, each rank downloads and checks a share of the objects.
 
-    Raises `ProtocolError` for an object that is damaged.
+    `restore` downloads the other objects that a rank needs. Both raise `ProtocolError` for a damaged object.
     """
 
     def __init__(self, reader: RunReader, record: StateRecord, peers: Peers, folder: Path) -> None:
         self.record, self._reader, self._peers, self._folder = record, reader, peers, folder
-        self._files: dict[int, tuple[Any, Note]] = {}  # rank -> what it saved
+        self._files: dict[int, tuple[Any, Note]] = {}  # rank -> its object and note
         size = len(record.ranks)
         for rank in range(peers.rank, size, peers.size):
             self._file(rank)
-        self._own = peers.rank if peers.rank < size else 0  # the rank whose random numbers continue here
-        # Ranks in the order in which they probably have this rank's blocks; the main rank has whole tensors.
+        self._own = peers.rank if peers.rank < size else 0  # the saved rank whose random numbers go on here
+        # Then the ranks that probably saved this rank's blocks. Rank 0 also saved whole tensors.
         middle = (peers.rank + 0.5) * size / peers.size
         others = sorted(range(size), key=lambda rank: abs(rank + 0.5 - middle))
         self._nearest = [self._own, 0, *others]
@@ -156,9 +156,9 @@ class FoundState:
             contents.put_random_state(note.random, self._peers.rank - self._own)
 
     def _fill(self, entry: str, tensor: torch.Tensor) -> None:
-        """Fill this rank's block of a tensor from the objects that have parts of it."""
+        """Fill this rank's block of a tensor from the objects that have parts of the block."""
         own, block, missing = local(tensor), held_block(tensor), math.prod(held_block(tensor).extent)
-        seen = set[tuple[Any, ...]]()  # blocks; several ranks may have saved the same one
+        seen = set[tuple[Any, ...]]()  # blocks that were read; several ranks may have saved the same block
         for rank in self._nearest:
             if not missing:
                 return
@@ -185,11 +185,11 @@ class FoundState:
 
 
 def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Path) -> FoundState | None:
-    """Find the newest state that a run can resume from and download it to `folder`; None for a new run.
+    """Find the newest state to resume from, and download it to `folder`.
 
     Tells `outbox` which syncs the earlier trainer published after that state; if this trainer repeats them
-    exactly, they are not published again. Raises `StateError` if the run has versions after version 0 but no
-    state. Every rank must call it.
+    exactly, they are not published again. Without a state, returns None, or raises `StateError` if the run
+    has versions after version 0. Every rank must call this function.
     """
     with peers.fail_together():
         listed = list(usable_states(reader)) if peers.main else []
@@ -238,8 +238,8 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
-    """Map sync numbers, from `record.sync` on, to the digest that an exact repetition of that sync gives.
-    `later` (newest first) may hold versions that a resumed trainer replaced: these are left out."""
+    """Return sync -> digest of the versions, from `record` on, that an exact repetition makes again.
+    `later` is newest first. Versions whose syncs a resumed trainer made again are left out."""
     line: list[Manifest] = []
     for manifest in later:
         if not line or manifest.sync < line[-1].sync:

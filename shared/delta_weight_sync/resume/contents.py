@@ -1,6 +1,6 @@
-"""What a trainer state holds: weights, optimizer, random numbers, and the JSON of schedules and the like.
+"""What a trainer state holds: weights, optimizer, random numbers, and the state of schedules and the like.
 
-Each rank saves its blocks of sharded (FSDP2) tensors; the main rank also saves what every rank holds whole.
+Each rank saves its blocks of sharded (FSDP2) tensors; the main rank also saves the unsharded tensors.
 Moments are restored here, because `Optimizer.load_state_dict` casts them to the parameter's dtype.
 """
 
@@ -39,23 +39,23 @@ class Held(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    on_host: bool  # where the trainer had it
+    on_host: bool  # whether the trainer had the tensor on the host
 
 
 class Note(Record):
-    """What a rank saved besides tensors; in the metadata of its object."""
+    """What a rank saved in addition to tensors. The metadata of the rank's object holds this note."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    held: dict[str, Held]  # the tensors; the main rank has at least a block of every one
+    held: dict[str, Held]  # by name; the main rank saves at least a block of every tensor
     setup: dict[str, dict[str, Any]]
-    values: dict[str, Any]  # of the optimizer's state, what is no tensor
+    values: dict[str, Any]  # those values of the optimizer's state that are not tensors
     others: dict[str, Any]
     random: dict[str, Any]
 
 
 def read_note(name: str, metadata: Mapping[str, str]) -> Note:
-    """The note in a file's metadata. Raises `ProtocolError` if there is none."""
+    """Return the note in a file's metadata. Raises `ProtocolError` if there is none."""
     try:
         return Note.model_validate_json(metadata["note"])
     except (KeyError, ValidationError) as error:
@@ -82,10 +82,10 @@ def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> 
 
 
 def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others) -> None:
-    """Restore all but the random numbers from this rank's `note` and that of the `main` rank.
+    """Restore all but the random numbers, from this rank's `note` and the main rank's (`main`).
 
-    `fill` gets a tensor's name in the state, and fills this rank's part of the tensor. Raises `StateError` if
-    the state does not fit this trainer.
+    `fill` gets a tensor and its name in the state, and fills this rank's part of the tensor. Raises
+    `StateError` if the state does not fit this trainer.
     """
     for part, now in _setup(live, optimizer, others).items():
         then = note.setup[part]
@@ -122,7 +122,7 @@ def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer,
 
 
 def take_random_state() -> dict[str, Any]:
-    """Return the states of all random generators (python, numpy, torch, its GPU) as JSON."""
+    """Return the states of all random generators (python, numpy, torch on CPU and GPU) as JSON."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {
@@ -135,7 +135,7 @@ def take_random_state() -> dict[str, Any]:
 def put_random_state(saved: Mapping[str, Any], branch: int = 0) -> None:
     """Continue the random numbers from where `take_random_state` was called.
 
-    Each `branch` except 0 continues with numbers of its own: its number, plus the next random one, is a seed.
+    Each `branch` except 0 gets numbers of its own: its seed is the next random number plus `branch`.
     """
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -159,7 +159,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _entries(live: Tensors, optimizer: Optimizer) -> Iterator[tuple[str, Any, torch.Tensor]]:
-    """Yield weights and values of the optimizer's state: name in the state, value, parameter."""
+    """Yield (name in the state, value, parameter) of each weight and each value of the optimizer's state."""
     for name, tensor in live.items():
         yield f"weight/{name}", tensor, tensor
     for number, parameter in _parameters(optimizer):
@@ -168,11 +168,11 @@ def _entries(live: Tensors, optimizer: Optimizer) -> Iterator[tuple[str, Any, to
 
 
 def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dict[str, Any]]:
-    """Return what, learning rates aside, is the same in the trainer that saved a state and in the next."""
+    """Return what must be the same when a state is saved and restored. Only learning rates may differ."""
     groups = optimizer.param_groups
     keys = {key for group in groups for key in group if key != "params"}
     trained = {f"parameter {number}": list(p.shape) for number, p in _parameters(optimizer)}
-    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__  # Accelerate wraps it
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__  # Accelerate wraps the optimizer
     return {
         "model": {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in live.items()},
         "trainer": dict.fromkeys(others, "present") | {"optimizer": kind} | trained,

@@ -26,7 +26,7 @@ __all__ = ["Bucket", "Listing", "ObjectInfo", "open_bucket"]
 
 SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
 DIRECT: Final = 16 << 20  # bytes of the largest object that is read from the Hub by its URL
-_PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII except space, "/" and the backslash; no dot at its start
+_PART = r"(?!\.)[!-.0-\[\]-~]+"  # of a key: printable ASCII but no space, "/" or backslash; no dot first
 _KEY = re.compile(f"{_PART}(/{_PART})*")
 
 
@@ -37,7 +37,7 @@ class ObjectInfo:
     key: str
     size: int  # bytes
     etag: str  # changes whenever the content changes; opaque
-    written: float | None = field(default=None, compare=False)  # unix seconds of the store; None if unknown
+    written: float | None = field(default=None, compare=False)  # unix seconds at the store; None if unknown
 
 
 Listing = list[ObjectInfo]
@@ -51,16 +51,16 @@ class Bucket(ABC):
     _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
 
     def put(self, key: str, data: bytes | Path) -> None:
-        """Store an object, whole or not at all; replaces an older one."""
+        """Store an object, whole or not at all. An older object of this key is replaced."""
         check_key(key)
         self.sent += size_of(data)  # outside `_explained`: an unreadable file is no fault of the bucket
         with self._explained(key, write=True):
             self._put(key, data)
 
     def upload(self, key: str, data: bytes) -> str:
-        """Upload an object that `put_all`, called by any process with this receipt, then stores under `key`.
+        """Upload an object. Returns a receipt, with which `put_all` in any process stores the object.
 
-        A store that cannot separate the two stores the object immediately.
+        A store that cannot separate upload and storing stores the object immediately, and returns "".
         """
         self.put(key, data)
         return ""
@@ -68,9 +68,9 @@ class Bucket(ABC):
     def put_all(
         self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
     ) -> None:
-        """Store small objects, the last one after all others. A failure may leave some stored, each whole.
+        """Store small objects, the last one after all others. A failure may leave some of them, each whole.
 
-        `receipts`: of objects that were uploaded before, by key; they are stored first.
+        `receipts`: key -> receipt of objects that `upload` has uploaded; these are stored first.
         """
         for key, data in objects:
             self.put(key, data)
@@ -82,27 +82,27 @@ class Bucket(ABC):
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download an object of at most `limit` bytes to `dest`, creating its folder.
 
-        If it fails, a file that is already at `dest` stays as it was.
+        If the download fails, an older file at `dest` stays as it was.
 
         Returns:
             The sha256 of the bytes that were written, as 64 hex digits.
         """
         sha256 = hashlib.sha256()
-        with replacing(dest) as temporary, temporary.open("wb") as file:  # its errors are not the bucket's
+        with replacing(dest) as temporary, temporary.open("wb") as file:  # file errors are not the bucket's
             for block in self._blocks(key, limit):
                 sha256.update(block)
                 file.write(block)
         return sha256.hexdigest()
 
     def fetch_together(self, wanted: Sequence[tuple[str, Path, int]]) -> None:  # noqa: B027 - optional
-        """Download what takes fewer requests together than one by one: (key, dest, limit), as for `fetch`.
+        """Download those of the `wanted` objects that take fewer requests together than one by one.
 
-        Leaves out the other objects and those that `fetch` would refuse. A store without such objects does
-        nothing.
+        `wanted`: (key, dest, limit), as for `fetch`. The method skips all other objects, and those that
+        `fetch` would refuse.
         """
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """What the store knows about an object; None if it is absent. Cheap enough to poll."""
+        """Return what the store knows about an object; None if the object is absent. Cheap enough to poll."""
         check_key(key)
         try:
             with self._explained(key):
@@ -111,7 +111,7 @@ class Bucket(ABC):
             return None
 
     def list(self, prefix: str) -> Listing:
-        """All objects below the folder `prefix` ("runs/demo/", or "" for all), sorted by key.
+        """List all objects below the folder `prefix` ("runs/demo/", or "" for all), sorted by key.
 
         `written` is set if the store knows it. Objects whose name is not a valid key are left out.
         """
@@ -134,7 +134,7 @@ class Bucket(ABC):
     def notifications(self, prefix: str) -> Notifications:
         """Notifications of changes below the folder `prefix`. Close them after use."""
         check_prefix(prefix)
-        return Notifications()  # without notifications of the store: the caller polls
+        return Notifications()  # this store sends none, so the caller polls
 
     def _blocks(self, key: str, limit: int) -> Iterator[bytes]:
         with self._explained(check_key(key)):
@@ -146,7 +146,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def _read(self, key: str, limit: int) -> Iterable[bytes]:
-        """The bytes of an object, in parts. Calls `_check_limit` before it reads."""
+        """Yield the bytes of an object in parts. Calls `_check_limit` before it reads them."""
 
     @abstractmethod
     def _delete(self, keys: Sequence[str]) -> None:
@@ -187,11 +187,11 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
 
     Args:
         url: `hf://buckets/<owner>/<name>[/<prefix>]`, `s3://<name>[/<prefix>]` or `file:///<path>`.
-        create: Create the bucket if it is missing (on the Hub a private one). Otherwise no request is made
-            here, and a missing bucket is an error at its first use.
+        create: Create the bucket if it is missing; on the Hub, the new bucket is private. Without `create`,
+            this call makes no request, and a missing bucket is an error at its first use.
 
     Raises:
-        BucketError: The URL is not one of these forms, or the bucket cannot be created.
+        BucketError: The URL has another form, creating the bucket fails, or boto3 is missing for a profile.
         MissingExtraError: The packages for s3:// URLs are not installed.
     """
     # Import only what the store needs: other stores' libraries may be missing.
@@ -215,7 +215,7 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
 
 
 def size_of(data: bytes | Path) -> int:
-    """The bytes of an object to store. Raises `OSError` if it is a file that cannot be opened."""
+    """The bytes of an object to store. Raises `OSError` if `data` is a file that cannot be opened."""
     if isinstance(data, bytes):
         return len(data)
     with data.open("rb") as file:
@@ -252,7 +252,7 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def replacing(dest: Path) -> Iterator[Path]:
-    """A temporary path next to `dest`; it replaces `dest` in one step if the block succeeds."""
+    """Yield a temporary path next to `dest`. If the block succeeds, its file replaces `dest` in one step."""
     dest.parent.mkdir(parents=True, exist_ok=True)
     temporary = dest.with_name(f".{uuid4().hex}.part")
     try:

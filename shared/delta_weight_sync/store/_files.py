@@ -1,8 +1,8 @@
-"""A bucket that is a folder on this machine, which several machines may mount.
+"""A bucket that is a folder; several machines may mount this folder.
 
 No link below the folder is ever followed: each part of a path is opened separately. Otherwise another user
-who may write to the folder could plant a link to any file of this program's user, such as
-`/proc/self/environ`, or a pipe that blocks its reader. fsspec and `os.fwalk` give no such protection.
+with write access could plant a link to any file that this program can read, such as `/proc/self/environ`.
+Pipes, which could block this program, are not read either. fsspec and `os.fwalk` give no such protection.
 """
 
 import errno
@@ -58,8 +58,8 @@ class FileBucket(store.Bucket):
                 size -= len(block)
 
     def _delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, and links in place of objects; folders stay. In the folders of these objects, also
-        delete the temporary files of uploads that were killed at least `_LEFT_S` ago."""
+        """Delete objects, and links in place of objects; folders stay. In the same folders, also delete the
+        temporary files of uploads that were killed at least `_LEFT_S` ago."""
         self._root.stat()
         for key in keys:
             *folders, name = key.split("/")
@@ -73,7 +73,7 @@ class FileBucket(store.Bucket):
                         os.unlink(entry.name, dir_fd=folder)
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        """Write a temporary file, then rename it. The bucket's own folder must exist: it may be a mount."""
+        """Write a temporary file, then rename it. The bucket's folder must exist, as it may be a mount."""
         *folders, name = key.split("/")
         temporary = f".{uuid4().hex}.part"
         with self._opened_folder(folders, create=True) as folder:
@@ -98,8 +98,8 @@ class FileBucket(store.Bucket):
 
     @contextmanager
     def _opened_folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
-        """Descriptor of a folder below the bucket's folder; only the latter may be a link. Raises
-        `NotADirectoryError` if a part is a link or a file, and `FileNotFoundError` unless `create` is set."""
+        """Yield the descriptor of a folder below the bucket's folder. Only the bucket's folder may be a link.
+        Raises `NotADirectoryError` for other links and files, `FileNotFoundError` for a missing folder."""
         folder = os.open(self._root, _ROOT)
         try:
             for part in parts:
@@ -132,8 +132,8 @@ class FileBucket(store.Bucket):
 
 
 def _below(folder: int, prefix: str) -> Iterator[store.ObjectInfo]:
-    """The ordinary files below an open folder whose paths are keys, except those that disappear meanwhile.
-    Keys have a limited length, which limits the depth of the recursion."""
+    """Yield the ordinary files below an open folder, if their paths are keys. Skip files that disappear
+    meanwhile. Keys have a limited length, and this limits the depth of the recursion."""
     with os.scandir(folder) as entries:
         found = list(entries)
     for entry in found:

@@ -1,9 +1,9 @@
 """A bucket of any S3-compatible store, through obstore.
 
 Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. If they hold no keys, boto3 reads your profile in `~/.aws`; without a
-profile, the machine's role is used. The answer to a put proves that the object is there. Decision 0008 says
-why obstore is used, and why conditional puts are not.
+AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. If these hold no keys, boto3 reads your profile in
+`~/.aws/credentials`; without this file, the machine's role is used. The answer to a put proves that the
+object is there. Decision 0008 says why obstore is used, and why no conditional puts are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from obstore.store import S3Store
 
 from delta_weight_sync import errors, store
 
-_PARTS: Final = 8  # parts of an object that are read in parallel
+_PARTS: Final = 8  # requests in parallel
 _MACHINE = "http://169.254.169.254"  # where a machine in a cloud gets the keys of its role
 
 
@@ -58,7 +58,7 @@ class S3Bucket(store.Bucket):
     def put_all(
         self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
     ) -> None:
-        """Store all objects in parallel except the last, then the last one."""
+        """Store all objects but the last one in parallel, then the last one."""
         with ThreadPoolExecutor(_PARTS) as pool:
             list(pool.map(self.put, *zip(*objects[:-1], strict=True)))
         self.put(*objects[-1])
@@ -83,11 +83,11 @@ class S3Bucket(store.Bucket):
         self._store.delete([self._root + key for key in keys])
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        part = max(store.SMALL, store.size_of(data) >> 12)  # S3 takes up to 10,000 parts
+        part = max(store.SMALL, store.size_of(data) >> 12)  # S3 takes at most 10,000 parts per object
         self._store.put(self._root + key, data, chunk_size=part, max_concurrency=_PARTS)
 
     def _stat(self, key: str) -> store.ObjectInfo:
-        """One request, and a second one if the object is absent."""
+        """Look an object up with one request, and a second one if the object is absent."""
         return self._info(self._store.head(self._root + key))
 
     def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
@@ -118,7 +118,7 @@ class S3Bucket(store.Bucket):
         )
 
     def _is_there(self) -> bool:
-        """Whether the bucket exists. The answer to a HEAD request for an object does not say so."""
+        """Whether the bucket exists. A missing object and a missing bucket give the same error in `head`."""
         try:
             next(iter(self._store.list(self._root, chunk_size=1)), None)
         except self._failures as error:
@@ -133,7 +133,7 @@ def _code(error: Exception) -> str:
 
 
 def _profile() -> Any:
-    """obstore's provider of your profile's keys; None if the environment has keys or no profile exists."""
+    """Return obstore's provider of your profile's keys; None if the environment has keys, or no profile."""
     file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
     if "AWS_ACCESS_KEY_ID" in os.environ or not file.is_file():
         return None

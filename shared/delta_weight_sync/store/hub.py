@@ -2,12 +2,12 @@
 
 The token comes from HF_TOKEN or the Hub's login, the endpoint from HF_ENDPOINT. This module limits the time
 of huggingface_hub's requests, and notes what the answers say about the quota. A failing request is retried
-for half a minute before it becomes a `BucketUnreachableError`. If a server accepts requests and never
-answers, a call takes 1.5 minutes; if the storage stalls during a transfer, up to twelve.
+for up to a minute before it becomes a `BucketUnreachableError`. If a server accepts requests and never
+answers, a call takes 1.5 minutes; if the storage stalls during a transfer, a call takes up to twelve minutes.
 
-A version takes one upload and one request that registers its objects in order; a small object is read by its
-URL (docs/wire-format.md), a large one through Xet, many parts at a time. The feed of a bucket's changes is
-the one that `huggingface_hub._bucket_live_follow` reads.
+Storing a version takes one upload and one request, which registers all objects in order. Small objects are
+read by their URL (docs/wire-format.md), large objects through Xet, many parts at a time. Notifications come
+from the feed that `huggingface_hub._bucket_live_follow` reads.
 """
 
 import contextlib
@@ -50,24 +50,24 @@ from delta_weight_sync import errors, store
 from delta_weight_sync.store.notifications import Notifications, Quota
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
-LONGEST_PAUSE = 10  # seconds that the client waits at most if a server asks for a pause; by default hours
+LONGEST_PAUSE = 10  # seconds: the longest pause that the client makes if a server asks; by default hours
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
-# The first two settings shorten hf_xet's retries, which take up to five minutes by default. Its read timeout
-# must stay at two minutes per attempt: it also runs while a block of 64 MB is being sent. Its telemetry costs
-# one more request per upload.
+# The first two settings shorten hf_xet's retries, which take up to five minutes by default. hf_xet's read
+# timeout stays at two minutes per attempt, because the timeout also runs while a block of 64 MB is sent. The
+# last setting saves one request per upload.
 XET_SETTINGS = {
     "HF_XET_CLIENT_RETRY_BASE_DELAY": "2s",
     "HF_XET_CLIENT_RETRY_MAX_DURATION": "16s",
     "HF_XET_TELEMETRY_ENABLED": "false",
 }
 
-_READS: Final = 3  # attempts to read an object by its URL, if the connection breaks within its body
+_READS: Final = 3  # attempts to read an object by its URL, if connections break within the body
 
-CONNECT_S: Final = 10.0  # to connect to the feed
+CONNECT_S: Final = 10.0  # seconds to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
 STEADY_S: Final = 60.0  # after a feed that lasted this long, reconnect within a second
-FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles with each
+FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles each time
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
 _quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what the Hub says of the token's quota
@@ -76,9 +76,9 @@ _log = logging.getLogger("delta_weight_sync")
 
 @cache
 def configure_clients() -> None:
-    """Configure huggingface_hub and hf_xet, once per process: they have no settings for a single bucket.
+    """Configure huggingface_hub and hf_xet once for the whole process: they have no settings per bucket.
 
-    A program that sets a client factory of its own calls this first, and builds on `new_client`.
+    A program that sets a client factory of its own must call this first, and use `new_client` in its factory.
     """
     for name, value in XET_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -88,12 +88,12 @@ def configure_clients() -> None:
 
 @cache
 def _uploads(_process: int, *, known: bool) -> XetSession:
-    """This process's upload session. `known`: ask whether the storage already has parts of the objects."""
+    """Return this process's upload session. `known`: ask whether the storage has parts of the objects."""
     return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", known))
 
 
 def new_client() -> Any:
-    """A client for huggingface_hub that limits the time of requests for buckets, and notes the quota."""
+    """Return a client for huggingface_hub that limits the time of bucket requests, and notes the quota."""
     client = default_client_factory()
     before, after = client.event_hooks["request"], client.event_hooks["response"]
     client.event_hooks = {"request": [*before, _limit_time], "response": [*after, _note_answer]}
@@ -101,19 +101,19 @@ def new_client() -> Any:
 
 
 def _bucket_of(request: Any) -> str:
-    """The bucket that a request is for; "" for other requests, and for a bucket's feed, which has no end."""
+    """Return a request's bucket; "" for other requests, and for a bucket's feed, which has no end."""
     place = _BUCKET.search(request.url.path)
     return place[1] if place else ""
 
 
 def _limit_time(request: Any) -> None:
-    """Bound each request for a bucket; other users of this client keep their own limits."""
+    """Limit the time of each request for a bucket; other users of this client keep their own limits."""
     if _bucket_of(request):
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_TIMEOUT)
 
 
 def _note_answer(response: Any) -> None:
-    """Note the quota, and shorten the pause that a busy server asks for, because the client obeys it."""
+    """Note the quota. If a busy server asks for a long pause, shorten it, because the client would obey."""
     if not (bucket := _bucket_of(response.request)):
         return
     quota, headers = _quotas[bucket], response.headers
@@ -129,7 +129,7 @@ def _note_answer(response: Any) -> None:
 
 
 def _retry_after_s(headers: Any) -> float | None:
-    """Seconds for which an answer asks the client to stay away; None if it does not say."""
+    """Return the seconds for which an answer asks the client to stay away; None if it names no time."""
     retry_after, quota = headers.get("retry-after", ""), parse_ratelimit_headers(headers)
     if retry_after.isdigit():
         return float(retry_after)
@@ -165,7 +165,7 @@ class HubBucket(store.Bucket):
     def put_all(
         self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
     ) -> None:
-        """Store objects with one upload and one request. Its answer proves that they are there."""
+        """Store objects with one upload and one request. The answer proves that they are stored."""
         self.sent += sum(store.size_of(data) for _, data in objects)
         hashes = dict(zip((key for key, _ in objects), self._upload(objects), strict=True))
         self._register({**(receipts or {}), **hashes})
@@ -193,23 +193,23 @@ class HubBucket(store.Bucket):
             return [upload.result().xet_info.hash for upload in sent]
 
     def _register(self, hashes: Mapping[str, str]) -> None:
-        """Store uploaded objects under their keys, in this order."""
+        """Store uploaded objects under their keys, in the order of `hashes`."""
         files = [_BucketAddFile(b"", self._path(key), xet_hash) for key, xet_hash in hashes.items()]
         with self._explained([*hashes][-1], write=True):
             self._api.batch_bucket_files(self._id, add=files)  # type: ignore[arg-type]
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """As in `Bucket`; what may be large comes through Xet, where a full disk is a `BucketError`, too."""
+        """As in `Bucket`. Large objects come through Xet; for these, a full disk is a `BucketError`."""
         if limit <= store.DIRECT:
             return super().fetch(key, dest, limit)
         path = self._path(key)
-        with store.replacing(dest) as temporary, self._explained(key):  # else a failure would empty `dest`
+        with store.replacing(dest) as temporary, self._explained(key):  # a failure must not empty `dest`
             found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
             if found is None:
                 raise EntryNotFoundError(path)
             self._check_limit(key, found.size, limit)
             self._api.download_bucket_files(self._id, [(found, temporary)])
-            # The client offers no hook to hash the bytes on their way; the page cache still has them.
+            # The client cannot hash bytes while it downloads them; the page cache still has the bytes.
             return store.file_sha256(temporary)
 
     def fetch_together(self, wanted: Sequence[tuple[str, Path, int]]) -> None:
@@ -237,7 +237,7 @@ class HubBucket(store.Bucket):
                 hf_raise_for_status(answer)
                 self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
                 data = bytearray()
-                with contextlib.suppress(HTTPError):  # the connection broke
+                with contextlib.suppress(HTTPError):  # the connection broke: try again
                     for part in answer.iter_bytes():
                         data += part
                         self._check_limit(key, len(data), limit)
@@ -248,7 +248,7 @@ class HubBucket(store.Bucket):
         self._api.batch_bucket_files(self._id, delete=[self._path(key) for key in keys])
 
     def notifications(self, prefix: str) -> Notifications:
-        """From the Hub's feed."""
+        """As in `Bucket`, from the Hub's feed."""
         store.check_prefix(prefix)
         url = f"{self._api.endpoint}/api/buckets/{self._id}/events"
         return HubNotifications(url, self._folder, prefix, _quotas[self._id])
@@ -277,7 +277,7 @@ class HubBucket(store.Bucket):
             return errors.ObjectMissingError(f"{place} does not exist")
         if isinstance(error, HfHubHTTPError):
             return self._refusal(error, place, write)
-        # The error may mean that the Hub refused, is down, or that its storage is down. So ask the Hub.
+        # The Hub may have refused the request, or the Hub or its storage may be down. So ask the Hub.
         try:
             self._api.bucket_info(self._id)
         except HfHubHTTPError as cause:
@@ -335,7 +335,7 @@ class HubNotifications(Notifications):
     def due(self, poll_s: float, again: bool = False) -> bool:
         """As in `Notifications`; the first call connects."""
         due = super().due(poll_s, again)
-        if self._thread is None:  # at the first call; event "ready" then causes another look
+        if self._thread is None:  # first call; once connected, "ready" causes one more look
             self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
             self._thread.start()
         return due
@@ -345,7 +345,7 @@ class HubNotifications(Notifications):
         super().close()
         self._done.set()
         if self._connection:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # the connection has ended already
                 self._connection.shutdown(socket.SHUT_RDWR)
         if self._thread:
             self._thread.join(CONNECT_S)
@@ -364,13 +364,13 @@ class HubNotifications(Notifications):
             self._done.wait(max(_pause_s(failures), min(pause_s, LONGEST_FEED_PAUSE_S)))
 
     def _follow(self) -> float:
-        """Follow one connection to its end; returns the seconds that the Hub asks for before the next one."""
+        """Follow one connection to its end; return the seconds that the Hub asks to wait before the next."""
         headers = {**build_hf_headers(), "accept": "text/event-stream"}
         cursor = {"cursor": self._cursor} if self._cursor else {}
         limits = (CONNECT_S, SILENCE_S, CONNECT_S, CONNECT_S)  # connect, read, write, wait for a connection
         with get_session().stream("GET", self._url, headers=headers, params=cursor, timeout=limits) as answer:
             if answer.status_code != 200 or "event-stream" not in answer.headers.get("content-type", ""):
-                self._cursor = ""  # it may be the reason for the refusal
+                self._cursor = ""  # the cursor may be the reason for the refusal
                 return _retry_after_s(answer.headers) or 0.0
             stream = answer.extensions.get("network_stream")
             self._connection = stream.get_extra_info("socket") if stream else None
@@ -381,7 +381,7 @@ class HubNotifications(Notifications):
         return 0.0
 
     def _take(self, name: str, payload: dict[str, Any]) -> bool:
-        """Act on one event; False if it is the last one of its connection."""
+        """Act on an event. Return False if it is the last event of its connection."""
         resumed, self._cursor = bool(self._cursor), str(payload.get("cursor") or self._cursor)
         if name == "ready":
             self._set_live(True)
@@ -399,6 +399,6 @@ class HubNotifications(Notifications):
 
 
 def _pause_s(failures: int) -> float:
-    """Seconds before the next connection; random, because many may lose theirs at the same moment."""
+    """Seconds before the next connection; random, because many clients may lose theirs simultaneously."""
     usual = FIRST_FEED_PAUSE_S * 2.0 ** min(failures - 1, 30) if failures else 1.0  # 30: no overflow
     return min(usual, LONGEST_FEED_PAUSE_S) * random.uniform(0.5, 1.0)

@@ -1,12 +1,12 @@
-"""When to look at a bucket again: after an interval, or as soon as a notification arrives.
+"""Decides when to look at a bucket again: after an interval, or as soon as a notification arrives.
 
-A store that reports its changes (the Hub) has a subclass of `Notifications`; other stores are polled. A poke,
-a request from outside, means "look now" and carries nothing else. After pokes have caused `POKES`
-looks in a row, they cause only one look per interval.
+If a store reports its changes (the Hub), a subclass of `Notifications` receives the reports; other stores are
+polled. A poke is a request from outside that means "look now" and carries nothing else. After pokes have
+caused `POKES` looks in a row, further pokes cause only one look per interval.
 
-All replicas of a user share one quota of requests. The Hub counts requests in windows of five minutes, and
-each answer says how many are left, and for how long. Requests of other replicas lower that number, too, so
-all slow down by the same factor until the quota lasts for the rest of the window.
+All replicas of a user share one quota of requests. The Hub counts requests in windows of five minutes. Each
+answer says how many requests are left, and for how long. Requests of other replicas lower that number, too.
+So all replicas slow down, enough for the quota to last for the rest of the window.
 """
 
 import math
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-MEASURED_S: Final = 5.0  # seconds over which use is measured, at least: a version is a burst of requests
+MEASURED_S: Final = 5.0  # min seconds over which use is measured, because a version is a burst of requests
 USED: Final = 0.8  # share of the remaining requests that polling may use; downloads need the rest
 SLOWEST: Final = 60.0  # the longest interval, as a multiple of the usual interval
 LONGEST_BLOCK_S: Final = 60.0  # longest wait after a refusal; some refusals ask for hours
@@ -26,16 +26,16 @@ _EARLY = 0.1  # share of an interval by which a look may come too early
 
 
 class Quota:
-    """The requests that one token has left. Any thread may report an answer, or read."""
+    """The requests that one token has left. Any thread may call the methods."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._slower = 1.0  # the interval, as a multiple of the usual interval
-        self._last: tuple[float, int] | None = None  # when the last count came, and the requests left then
+        self._last: tuple[float, int] | None = None  # time of the last count, and the requests left then
         self._refusals, self._open_at = 0, clock()
 
     def left(self, requests: int, seconds: float) -> None:
-        """An answer said that `requests` are left for the next `seconds`."""
+        """Note an answer: `requests` are left for the next `seconds`."""
         with self._lock:
             now, last = self._clock(), self._last
             self._refusals = 0
@@ -48,7 +48,7 @@ class Quota:
                 self._slower = min(max(self._slower * min(max(change, 0.5), 4.0), 1.0), SLOWEST)
 
     def refused(self, seconds: float | None) -> None:
-        """The quota is used up for `seconds`; None if the answer named no time."""
+        """Note a refusal: the quota is used up for `seconds`; None if the answer named no time."""
         with self._lock:
             self._refusals += 1
             wait = _FIRST_BLOCK_S * 2 ** min(self._refusals - 1, 5) if seconds is None else seconds
@@ -66,7 +66,7 @@ class Quota:
 
 
 class Notifications:
-    """Notifications of changes below one folder. One thread calls `wait` and `due`, any thread the rest."""
+    """Notifications of changes below one folder. Thread-safe; only one thread calls `wait` and `due`."""
 
     def __init__(self, quota: Quota | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._quota, self._clock = quota or Quota(), clock
@@ -75,17 +75,17 @@ class Notifications:
         self._notified, self._poked, self._live = True, False, False
         self._settled = False  # whether a second look has followed the last notification
         self.known: dict[str, str] = {}  # key -> etag, as the last look found them
-        self.prompted = False  # whether a notification or a poke caused the last look
+        self.prompted = False  # whether a report or a poke asked for the last look
         self.unprompted = False  # whether the last look was only for safety, in case a notification got lost
         self._looked = -math.inf
-        self._interval = 1e-9  # between two looks, as of the last call of `due`
-        self._poked_until = -math.inf  # when all `POKES` looks are allowed again; each look adds an interval
+        self._interval = 1e-9  # seconds between two looks, at the last call of `due`
+        self._poked_until = -math.inf  # when pokes may cause `POKES` looks again; a look adds an interval
 
     def due(self, poll_s: float, again: bool = False) -> bool:
         """Whether to look now; True counts as a look.
 
         `poll_s`: usual seconds between two looks. `again`: the last look failed or must be repeated, so the
-        next one comes after one interval, not later.
+        next look comes after one interval, not later.
         """
         with self._changed:
             now, interval = self._clock(), self._quota.interval(poll_s)
@@ -101,7 +101,7 @@ class Notifications:
             if self._poked:
                 self._poked_until = max(self._poked_until, now) + interval
             self.unprompted = safe
-            # A store may show a write a moment after it reported it: one more look will come soon.
+            # A reported change may become visible a moment later, so one more look will come soon.
             self._settled = not prompted
             self._notified, self._poked, self._looked = False, False, now
             return True
@@ -113,10 +113,10 @@ class Notifications:
             self._awake = False
 
     def poke(self) -> None:
-        """Ask for a look, for a caller outside this process."""
+        """Ask for a look on behalf of a caller outside this process."""
         with self._changed:
             self._poked = True
-            if self._may_answer(self._clock()):  # otherwise the next usual look answers it
+            if self._may_answer(self._clock()):  # otherwise the next usual look answers this poke
                 self._awake = True
                 self._changed.notify_all()
 
@@ -124,13 +124,13 @@ class Notifications:
         return self._poked_until <= now + (POKES - 1 + _EARLY) * self._interval
 
     def wake(self) -> None:
-        """The store has reported a change: look now, and rely on its reports, even if one was lost before."""
+        """Look now, because the store reported a change. From now on, rely on its reports."""
         with self._changed:
             self._notified = self._awake = self._live = True
             self._changed.notify_all()
 
     def confirm(self) -> None:
-        """The last look found something new. If no notification announced it, poll until one arrives."""
+        """Note that the last look found a change. If no notification announced it, poll until one arrives."""
         if self.unprompted:
             self._set_live(False)
 
@@ -146,7 +146,7 @@ class Notifications:
             self._changed.notify_all()
 
     def describe(self, poll_s: float) -> str:
-        """How changes are noticed now, in words."""
+        """Describe in words how changes are noticed now."""
         if blocked_s := self._quota.blocked_s():
             return f"paused for {blocked_s:.0f} s: the store refused further requests with this token"
         if self._live:

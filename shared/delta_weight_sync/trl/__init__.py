@@ -1,1 +1,1 @@
-"""TRL: weight transfer through a bucket, a trainer that resumes, and the patches that TRL needs for it."""
+"""For TRL: weight transfer through a bucket, a trainer that resumes, and patches that TRL needs for both."""

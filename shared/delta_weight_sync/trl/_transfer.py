@@ -1,4 +1,4 @@
-"""TRL's `WeightTransferProtocol` through a bucket: trainer and replicas share nothing else."""
+"""Implements TRL's `WeightTransferProtocol` with a bucket. Trainer and replicas share nothing else."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from delta_weight_sync.publish.sharding import Peers
 
 
 class BucketWeightTransfer:
-    """Publishes each of TRL's weight syncs as a version of a run.
+    """Publishes TRL's weight syncs as versions of a run.
 
         transfer = BucketWeightTransfer("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B")
         AsyncGRPOTrainer("Qwen/Qwen3-0.6B", ..., weight_transfer=transfer).train()
@@ -19,14 +19,14 @@ class BucketWeightTransfer:
     Creating a transfer also patches TRL in this process (see `delta_weight_sync.trl.patches`), so that the
     trainer needs no vLLM, no kernel from the Hub and no GPU. Without a GPU, set TRL's option `use_cpu=True`.
 
-    TRL calls `pause` before it sends weights, and `resume` after that. Here both do nothing: each replica
-    commits by itself once it has the delta, usually between two steps of vLLM.
+    TRL calls `pause` before it sends weights, and `resume` after that. Here both methods do nothing: each
+    replica commits by itself once it has the delta, usually between two steps of vLLM. The run opens when
+    training begins, on TRL's main process only.
 
     Args:
         url: As for `Publisher`.
         base: As for `Publisher`.
-        **options: The optional arguments of `Publisher`. The run opens when training begins, on TRL's
-            main process only.
+        **options: The optional arguments of `Publisher`.
 
     Raises:
         CompatibilityError: This release of TRL cannot be patched.
@@ -46,25 +46,25 @@ class BucketWeightTransfer:
         self._publisher = Publisher(self._url, self._base, peers=Peers(alone=True), **self._options)
 
     def pause(self) -> None:
-        """Do nothing (see above)."""
+        """Do nothing, because replicas commit by themselves."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish TRL's parameters, whole tensors under checkpoint names.
 
-        Returns when the changes are known, before they are uploaded.
+        Returns when the changes are known, before they are uploaded. For version 0, returns after the upload.
         """
-        if self._publisher is None:  # in another `train()` of the same trainer, TRL does not open it again
+        if self._publisher is None:  # in a second `train()` of a trainer, TRL does not open the run again
             self.init_weight_transfer()
         assert self._publisher is not None
         self._syncs += 1
         self._publisher.publish(iterator, self._syncs)
 
     def resume(self) -> None:
-        """Do nothing (see above)."""
+        """Do nothing, because replicas commit by themselves."""
 
     def destroy(self) -> None:
         """Publish what is pending, and close the run."""
         publisher, self._publisher = self._publisher, None
         if publisher:
             with publisher:
-                pass  # leaving it does both
+                pass  # the end of the block flushes and closes

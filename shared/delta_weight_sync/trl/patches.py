@@ -1,8 +1,8 @@
 """Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
-They also make the rollout process end with the trainer, and name the cause if it fails. `install` skips
-patches of code that this release lacks (`compat.toml`). TRL works without them if it has a GPU that
-FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
+They also make the rollout process end with the trainer, and name the cause if that process fails. `install`
+skips a patch if this release lacks the code to patch (`compat.toml`). Without the patches, TRL needs a GPU
+that FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
 import contextlib
@@ -32,30 +32,30 @@ _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
 _START: Any = getattr(_WORKER, "start", None)
 _CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
 _PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None)
-_SERVER_S = 240.0  # limit on the wait for vLLM; the same as TRL's own
+_SERVER_S = 240.0  # limit on the wait for vLLM; the same as in TRL
 _replace = setattr
-_ROUNDING = 0.1  # `_require_same_mask`: rounding to 16 bits changes results by 0.01, another mask by 1
+_ROUNDING = 0.1  # in `_require_same_mask`: 16-bit rounding changes results by 0.01, another mask by 1
 
 
 def install(*needed: str) -> None:
-    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks a feature of
-    `compat.toml` that is not optional, or is `needed`."""
+    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks a feature that is
+    required by `compat.toml` or listed in `needed`."""
     release = compat.require("trl", *needed)
     if release.works("without_vllm"):
         # The rollout worker needs only HTTP, but refuses to start unless vLLM is installed. Remove this once
         # TRL requires vLLM only in `WeightTransferClient`, the one place that imports it.
         _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
     if release.works("child"):
-        # If the trainer is killed (kill -9), the rollout process never ends; if that process fails, TRL's
-        # errors do not name the cause, and its `stop` may wait forever. Remove this once TRL's child process
-        # watches its parent and reports each of its errors, and `stop` does not wait for a dead process.
+        # TRL's rollout process does not end if the trainer is killed (kill -9). If that process fails, TRL's
+        # errors do not name the cause, and TRL's `stop` may wait forever. Remove this once that process
+        # watches its parent and reports all errors, and `stop` does not wait for a dead process.
         _replace(async_rollout_worker, "_child_main", play_rollouts)
         for name, method in (("start", start), ("check_health", check_health), ("stop", stop)):
             _replace(_WORKER, name, method)
     if release.works("attention"):
         from trl.experimental.async_grpo import packing
 
-        # Tree packing downloads FlashAttention 3 from the Hub, which works on some GPUs and in 16 bits only.
+        # Tree packing downloads FlashAttention 3, which works only on some GPUs, and only in 16 bits.
         # Remove this once TRL uses PyTorch's own attention if the package `kernels` is not installed.
         _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
         # TRL looks up the peak throughput by the name of the GPU, which a CPU does not have. Remove this once
@@ -99,7 +99,7 @@ def _await_server(url: str) -> None:
             return
         except (OSError, ValueError) as error:
             if isinstance(error, urllib.error.HTTPError) and error.code < 500:
-                return  # a proxy that does not let this request through
+                return  # a proxy answered, and blocks this path: vLLM may be there
             if time.monotonic() > deadline or not url.startswith(("http://", "https://")):
                 raise RolloutError(
                     f"no vLLM answers at {url} ({error}): start it, or correct vllm_server_base_url"
@@ -124,7 +124,7 @@ def stop(worker: Any) -> None:
     """End the rollout process within a second."""
     process, worker._process = worker._process, None
     if process and process.is_alive():
-        # This call blocks forever if a child died while it waited for the event, so a thread makes it.
+        # If a child died while it waited for this event, `set` blocks forever, so a thread calls `set`.
         threading.Thread(target=worker._stop_event_mp.set, daemon=True).start()
         process.join(1.0)
         process.kill()  # a child with unread samples does not exit by itself
@@ -149,12 +149,12 @@ def _varlen_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """FlashAttention's varlen function in PyTorch: its varlen kernel for 16 bits on a GPU, otherwise SDPA.
+    """Do what FlashAttention's varlen function does: with `varlen_attn` for 16 bits on a GPU, else with SDPA.
 
-    `packed` is q [queries, heads, head_dim], k and v [keys, heads or fewer, head_dim], the cumulative lengths
-    of the packed sequences in q and in k (int32 [sequences + 1]), and the longest length in q and in k. The
-    last query of a sequence is at its last key. Each query sees its own key and `window_size[0]` keys before
-    it (-1: all).
+    `packed`: q [queries, heads, head_dim]; k and v [keys, heads or fewer, head_dim]; cumulative lengths of
+    the sequences in q, then in k (int32 [sequences + 1]); the longest length in q, then in k. The last query
+    of a sequence has the position of the sequence's last key. Each query sees the key at its own position and
+    `window_size[0]` keys before that (-1: all).
     """
     if softcap or not causal:
         raise ValueError("this attention is always causal and has no soft caps: train another model")
@@ -193,7 +193,7 @@ def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
 def _one_by_one(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
     q, k, v, starts_q, starts_k, *_ = packed
     queries, keys = starts_q.diff().tolist(), starts_k.diff().tolist()  # lengths of the sequences
-    # `split`, because with slices the gradient of each would be as large as the whole tensor.
+    # Use `split`, because the gradient of a slice would be as large as the whole tensor.
     parts = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
     return torch.cat([_attend(*part, scale, before) for part in parts])
 

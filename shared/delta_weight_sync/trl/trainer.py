@@ -1,6 +1,6 @@
 """A subclass of TRL's `AsyncGRPOTrainer` that publishes its weights and resumes from a saved state.
 
-It uses internals of TRL: the feature "every_rank" of `compat.toml`.
+It uses TRL internals; `compat.toml` lists them as "every_rank".
 """
 
 import itertools
@@ -20,8 +20,8 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from delta_weight_sync.publish.publisher import checkpoint_weights
 
 Named = Iterable[tuple[str, torch.Tensor]]
-_IN_PLAY = 4096  # more prompts than TRL ever works on at the same time
-# Fields of TrainerState: transformers restores the first ones, and compares the others with the settings.
+_IN_PLAY = 4096  # exceeds the number of prompts that TRL works on at the same time
+# Fields of TrainerState: transformers restores `_KEPT`, and compares `_COMPARED` with the settings.
 _KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
 _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
@@ -30,8 +30,8 @@ _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 class Progress:
     """How far a trainer is: its weight syncs, its steps, and the prompts that it has finished.
 
-    Prompts are numbered through all repetitions of the data set. Those below `prompts` and those in
-    `later` are finished: they were trained on, or dropped because their samples were too old.
+    Prompts are numbered through all repetitions of the data set. Prompts below `prompts`, and those in
+    `later`, are finished: they were trained on, or dropped because their samples were too old.
     """
 
     syncs: int
@@ -41,8 +41,8 @@ class Progress:
 
 
 class TrainedGroups(set[int]):
-    """The numbers of the prompts that were trained on. TRL calls `update` when it packs a batch, before it
-    trains on the batch; so a batch waits here until `trained` counts it."""
+    """The numbers of the prompts that were trained on. TRL calls `update` when it packs a batch, which is
+    before training on the batch. So the batch waits here until `trained` counts its prompts."""
 
     def __init__(self, groups: Iterable[int]) -> None:
         super().__init__(groups)
@@ -54,9 +54,9 @@ class TrainedGroups(set[int]):
         self._ahead.extend(set(batch) for batch in batches)
 
     def position(self) -> tuple[int, tuple[int, ...]]:
-        """Return the first prompt that was not trained on yet, and all later ones that were.
+        """Return the first prompt that was not trained on yet, and all later prompts that were.
 
-        A prompt that is `_IN_PLAY` behind the newest counts as dropped, because its samples were too old.
+        A prompt more than `_IN_PLAY` behind the newest counts as dropped, because its samples were too old.
         """
         self._first = max(self._first, self._newest - _IN_PLAY)
         self._first = next(number for number in itertools.count(self._first) if number not in self)
@@ -70,13 +70,13 @@ class TrainedGroups(set[int]):
 
 
 class BucketGRPOTrainer(AsyncGRPOTrainer):
-    """Calls `on_sync` on every rank at each weight sync, with all parameters as that rank holds them.
+    """Calls `on_sync` on every rank at each sync, with all parameters as that rank holds them.
 
     TRL skips frozen parameters, gathers each sharded one, and calls `weight_transfer` only on the main rank.
-    Once TRL gives a `WeightTransferProtocol` each rank's own parameters, only resuming is left in this class.
+    If a later TRL hands each rank's parameters to `WeightTransferProtocol`, this class need only resume.
 
     Args:
-        on_sync: Called with named parameters and the number of the sync, right only on the main rank.
+        on_sync: Called with named parameters and the sync's number; the number is right only on rank 0.
         resumed_from: The progress of an earlier trainer, from which training continues.
         **kwargs: Arguments of TRL's trainer.
     """
@@ -98,7 +98,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
             self.model_version = resumed_from.syncs - 1  # TRL's first sync publishes the same weights again
 
     def begin(self) -> None:
-        """Train. To resume, give TRL a checkpoint with the progress only; all else is in the run's state."""
+        """Train. To resume, give TRL a checkpoint with the progress only; the run's state has all else."""
         if self._resumed_from is None:
             self.train()
             return
@@ -117,8 +117,8 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         """Load nothing: the weights come from the bucket."""
 
     def weights(self) -> Named:
-        """Every parameter of the policy, also frozen ones, under its checkpoint name. During a sync, TRL has
-        merged LoRA adapters into them."""
+        """Return every parameter of the policy, also frozen ones, under its checkpoint name. During a sync,
+        LoRA adapters are merged into the parameters."""
         model = self.accelerator.unwrap_model(self.model)
         peft = async_grpo_trainer.is_peft_model(model)
         return async_grpo_trainer._iter_vllm_named_params(model) if peft else live_weights(model)
@@ -129,5 +129,5 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
 
 
 def live_weights(model: torch.nn.Module) -> Named:
-    """Every parameter as it is, under its checkpoint name if it has one."""
+    """Return every parameter as this rank holds it, under its checkpoint name."""
     return checkpoint_weights(model.named_parameters())

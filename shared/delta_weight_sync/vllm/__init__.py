@@ -1,4 +1,4 @@
-"""The following half, inside vLLM: from versions in the bucket to live parameters."""
+"""The library's reading half inside vLLM: it brings versions from the bucket into live parameters."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def commits_between_steps() -> bool:
-    """Whether this vLLM takes commits between two steps. Otherwise the follower pauses it for each commit.
+    """Whether this vLLM takes commits between two steps. Otherwise the follower pauses vLLM to commit.
 
     Raises `CompatibilityError` if this vLLM can do neither.
     """
@@ -27,7 +27,7 @@ def commits_between_steps() -> bool:
 
 
 def takes_images(model_config: Any) -> bool:
-    """Whether a model takes images or other media. vLLM 0.29 and 0.30 say only whether its class can."""
+    """Whether a model takes images or other media. vLLM 0.29 and 0.30 say only whether its class does."""
     return bool(getattr(model_config, "supports_multimodal_inputs", model_config.is_multimodal_model))
 
 

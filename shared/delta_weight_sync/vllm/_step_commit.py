@@ -1,22 +1,22 @@
 """Commits between two engine steps, as one uninterrupted action: no `pause_generation`, no preemption.
 
-vLLM handles `collective_rpc` between two steps, so a call with op "commit" needs no pause around it. If all
-workers succeed, two more things happen between the same two steps, which vLLM itself does only in a pause:
+vLLM handles `collective_rpc` between two steps, so a call with op "commit" needs no pause. If all workers
+succeed, two more things happen between the same two steps. (vLLM itself does them only in a pause.)
 
 - Cached prefixes are forgotten. Running requests keep their keys and values (as in PipelineRL), but from then
-  on each hashes its blocks with a secret salt of its own. So no new request finds keys and values of older
-  weights: neither cached ones nor those that a running request adds later.
-- The label of new tokens changes. With async scheduling a step may be under way on the device; its results
+  on, each of them hashes its blocks with its own secret salt. So new requests find no keys and values of
+  older weights, neither cached before the commit nor added later by a running request.
+- The label of new tokens changes. With async scheduling, a step may be under way on the device. Its results
   were computed with the old weights and keep the old label.
 
-A call is slow: it waits for the API server's event loop on its way in and out, and for the current step in
-between. If the worker is in this process, the client needs fewer calls: op "stage" answers only when staging
-is done (vLLM waits for a `Future` without blocking its steps). Given `then`, the arguments of a commit, it
-also commits when the current step has ended, and its answer has the fields of both.
+A call is slow, because it waits for the API server's event loop twice and for the current step once. If the
+worker is in this process, the client needs fewer calls: op "stage" returns a `Future`, so vLLM answers when
+staging is done, and its steps go on. If "stage" gets `then` (a commit's arguments), it also commits, after
+the current step, and its answer has the fields of both answers.
 
-The module patches vLLM's `EngineCore`; `compat.toml` lists what it relies on there. Before the first commit,
-`hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results elsewhere.
-If vLLM itself could commit between steps, this module would not be needed: upstream/vllm/0001 and 0002.
+The module patches vLLM's `EngineCore`; `compat.toml` lists the code that the patch relies on. Before the
+first commit, `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results
+elsewhere. The patches upstream/vllm/0001 and 0002 would let vLLM do all this without this module.
 """
 
 import functools
@@ -39,13 +39,13 @@ from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError
 from delta_weight_sync.vllm import METHOD, takes_images
 
-_RUN = "delta_weight_sync"  # a type of request that only this process makes; its content is a function
+_RUN = "delta_weight_sync"  # a type of request that only this process makes; the request is a function
 # Our attribute of the engine core: versions of the steps that were running at the last commit, oldest first.
 _STALE = "_versions_of_running_steps"
 _PLAIN, _PLAIN_HANDLE = EngineCore.collective_rpc, EngineCoreProc._handle_client_request
 
 Answers = list[dict[str, Any]]
-"""One per worker."""
+"""The answers of all workers, one each."""
 
 
 def install() -> None:
@@ -83,8 +83,8 @@ def _collective_rpc(
 def _when_staged(
     core: EngineCore, call: Callable[[], Answers], finish: Callable[[], Answers] | None
 ) -> Answers | Future[Answers]:
-    """Begin to stage. The future gets what the worker answers to op "staged" once staging is done, merged
-    with the answer of `finish`."""
+    """Begin to stage. When staging is done, the future gets the worker's "staged" answer, merged with the
+    answer of `finish`, if given."""
     answers = call()
     if "error" in answers[0]:
         return answers
@@ -108,7 +108,7 @@ def _settle(later: Future[Answers], staged: dict[str, Any], finish: Callable[[],
 
 
 def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answers:
-    """Run `write` on all workers. If none fails, forget prefixes, relabel, add "pause_s" to answer 0."""
+    """Run `write` on all workers. If none fails, forget prefixes, relabel, and add "pause_s" to answer 0."""
     started = time.perf_counter()
     answers = write()
     if any("error" in answer for answer in answers):
@@ -122,7 +122,7 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
 
 
 def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
-    """Replace `_attach_weight_version`, which vLLM calls once for each finished step, in order."""
+    """Replaces `_attach_weight_version`, which vLLM calls once for each finished step, in order."""
     stale = vars(core).get(_STALE)
     version = stale.popleft() if stale else core._weight_version
     for output in outputs.values():
@@ -130,10 +130,10 @@ def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
 
 
 def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> None:
-    """Let new requests reuse no block that is cached now, or that a running one of `requests` fills later."""
+    """Make new requests reuse no block that is cached now, and none that one of `requests` fills later."""
     groups, size = manager.coordinator.single_type_managers, manager.block_pool.hash_block_size
     for pool in {group.block_pool for group in groups}:
-        # The blocks stay as they are: each clears its own copy of its hash when the pool reuses it.
+        # Each block keeps its hash until the pool reuses the block.
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
         pool.cached_block_hashes_by_block.clear()
         if pool.enable_kv_cache_events:
@@ -141,10 +141,10 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
     for request in requests:
         if request.num_computed_tokens:
             # A hash covers the tokens of all blocks up to its own, but not the weights. Without a salt, a new
-            # request that begins with the same tokens would find this request's blocks. Cached blocks are not
-            # cached again, so the salt begins at the last cached block, on whose hash the next one builds.
+            # request that begins with the same tokens would find this request's blocks. vLLM caches no block
+            # twice, so salting starts at the last cached block, whose hash goes into the next.
             salt, known = os.urandom(16), request.block_hashes
-            request.cache_salt = salt.hex()  # for a first block that is not full yet
+            request.cache_salt = salt.hex()  # for the first block, if it has no hash yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)
             first = max(0, min(min(done, default=0) // size, len(known)) - 1)
             known[first:] = [salt + each[-16:] for each in known[first:]]

@@ -7,15 +7,15 @@
     x-policy-sync: 40
 
 Version 41 made tokens 0 to 30 of the completion, version 42 made tokens 31 to 63. If there are several
-choices, ";" separates them, in order. The syncs (the trainer's own numbers) are for the same tokens; weights
-that were never published have no sync. The other three headers describe the oldest version of all tokens.
-vLLM has these spans since 0.32, and returns them since 0.33 to clients of `/v1/` that ask for them
-(`return_weight_versions`). Here all clients get the spans: a patch notes them in what `AsyncLLM.generate`
-returns. An older vLLM has no spans: the three headers then name the version that was served when the request
-came.
+choices, ";" separates their spans, in order. The second header names the trainer's sync of each span instead;
+weights that were never published have no sync. The last three headers describe the oldest version that made a
+token. vLLM has these spans since 0.32. Since 0.33, it returns them to clients of `/v1/` that set
+`return_weight_versions`. Here all clients get the spans (unless the answer is streamed): a patch reads them
+from the outputs of `AsyncLLM.generate`. Before 0.32, there are no spans, so the last three headers name
+the version that was served when the request came.
 
-A request may say how old its weights may be: with `x-policy-min-sync: 38`, a server whose weights are of an
-earlier sync answers 503. Clients and routers then try another server, or the same one later.
+A request can demand recent weights. With `x-policy-min-sync: 38`, a server with weights of an earlier sync
+answers 503, so that clients and routers try another server, or the same server later.
 """
 
 import functools
@@ -36,16 +36,16 @@ Choices = list[CompletionOutput]
 MIN_SYNC = "x-policy-min-sync"
 _PATHS = ("/v1/", "/inference/")
 _LONGEST = 1 << 12  # bytes; longer headers are left out, because common clients refuse more than 8190
-_prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices per prompt of an HTTP request
+_prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices of each prompt of a request
 
 
 def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
-    """ASGI middleware: refuses what needs newer weights, and adds the headers when a response begins.
+    """ASGI middleware that refuses requests which need newer weights, and adds the headers to responses.
 
-    A streamed response begins before its versions are known. Its headers name only the version served when
-    the request came. Its tokens are of this version or newer, unless the owner goes back to an older one.
+    A streamed response begins before its versions are known, so its headers name only the version served when
+    the request came. Its tokens are of this version or newer, unless the owner goes back to an older version.
 
-    `serving` returns the version whose weights are live, or None before the first.
+    `serving` returns the version whose weights are live, or None if no version is served.
     """
     if compat.examine("vllm").works("labels"):
         AsyncLLM.generate = _generate
@@ -71,7 +71,7 @@ def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
 
 def _refusal(asked: bytes, serving: Manifest | None) -> JSONResponse | None:
     """The answer to a request that asks for sync `asked` or newer; None if the live weights are that new."""
-    has = f"has sync {serving.sync}" if serving else "has no version yet"
+    has = f"has sync {serving.sync}" if serving else "serves no version now"
     if not (asked.isdigit() and len(asked) < 19):
         status, sentence = 400, f"{MIN_SYNC} must be the number of a sync"
     elif serving is None or serving.sync < int(asked):

@@ -1,17 +1,17 @@
-"""Patches vLLM's CPU backend, so that it computes from live weights; `compat.toml` lists the places.
+"""Patches vLLM's CPU backend, so that it computes from live weights; `compat.toml` lists the patched code.
 
 1. After loading, the backend packs Linears, mostly into an opaque oneDNN handle, and drops the weight (LM
-   heads keep it but use a packed one), so later writes have no effect. `install` makes it compute from the
-   live weight, and in float32 where that is faster, as on CPUs without AVX-512.
-2. The backend also packs the experts of a mixture of experts (MoE). `install` leaves them as loaded, and
-   computes the chosen experts one after the other: exact and simple, but slower than vLLM's packed kernel.
-3. It packs the weights of short convolutions (for example in gated delta nets) in place. `install` leaves
-   them as loaded, and tells the kernels that they are not packed.
-4. If the prefill of a seeded request is split, vLLM sets the request's random generator back by an offset,
-   which ends the engine on a CPU. TRL seeds every request. `install` hides the generator meanwhile.
-5. vLLM inspects a model's class in another process, for CUDA's sake. If its cache of inspections is empty, as
-   in a new container, that process imports vLLM for ten seconds. `install` lets vLLM's own process inspect.
-6. An RMS norm is ten operations, which take a tenth of a small model's step. `install` makes it one kernel.
+   heads only stop using it). So later writes have no effect. `install` makes Linears compute from the live
+   weight, in float32 if that is faster, as on CPUs without AVX-512.
+2. The backend also packs the experts of a mixture of experts (MoE). `install` leaves experts as loaded, and
+   computes the chosen ones one after the other, which is exact, but slower than vLLM's packed kernel.
+3. The backend packs the weights of short convolutions (for example in gated delta nets) in place. `install`
+   leaves these weights as loaded, and makes the kernels take them unpacked.
+4. If a seeded request's prefill is split, vLLM rewinds the request's random generator, which crashes the
+   engine on a CPU. (TRL seeds every request.) `install` hides the generator from that code.
+5. vLLM inspects a model's class in a separate process, which only CUDA needs. Unless the result is cached,
+   that process takes ten seconds to import vLLM. `install` makes vLLM inspect in its own process.
+6. vLLM's RMS norm is ten operations, a tenth of a small model's step. `install` makes the norm one kernel.
 
 `self_test` raises an error if patch 1 or 2 has no effect. `routes` refuses a model with packed convolutions.
 """
@@ -65,7 +65,7 @@ def self_test(model: torch.nn.Module) -> None:
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "cpu_linear")]
     for name, module in layers:
         linear, weight = module.cpu_linear, module.weight
-        live = linear is functional.linear  # vLLM leaves a few layers unpacked: each call passes the weight
+        live = linear is functional.linear  # an unpacked layer: each call passes its weight
         if isinstance(linear, _LiveLinear):
             live = linear.memory.is_set_to(weight.data)
         if weight.ndim == 2 and not (live and weight.numel()):
@@ -80,8 +80,8 @@ def self_test(model: torch.nn.Module) -> None:
             raise RuntimeError(f"{name} computes from packed experts: install a tested release of vLLM")
 
 
-_MANY = 32  # rows of an input: if bf16 is faster for these, it is faster for any number
-_TILE = 1 << 19  # elements of a weight cast to float32 at a time, 2 MiB: the caches hold them
+_MANY = 32  # rows of an input; if bf16 is faster for this many, it is faster for any number
+_TILE = 1 << 19  # elements of a weight that are cast to float32 at a time: 2 MiB, which fit into the caches
 _ROWS = 256  # rows of an input that one multiplication takes; with more, the caches lose the tile
 _stock_dispatch: Any = None
 
@@ -94,7 +94,7 @@ def _keep_weight_live(layer: Any, remove_weight: bool) -> None:
 
 
 class _LiveLinear:
-    """`x @ weight.T + bias` from a parameter's memory, without the slow dispatch of a Parameter."""
+    """Computes `x @ weight.T + bias` from a parameter's memory, without a Parameter's slow dispatch."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         self.memory = weight.data
@@ -106,7 +106,7 @@ class _LiveLinear:
 
 
 def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias` of bf16 in float32: a tile of `weight` and a block of rows of `x` at a time."""
+    """Compute bf16 `x @ weight.T + bias` in float32, by tiles of `weight` and blocks of rows of `x`."""
     wide, tile = x.reshape(-1, x.shape[-1]).float(), max(1, _TILE // weight.shape[1])
     out = x.new_empty(len(wide), len(weight))
     for start in range(0, len(weight), tile):
@@ -119,7 +119,7 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 @cache
 def _rows_in_bf16() -> float:
-    """Up to how many input rows bf16 is faster than float32 on this CPU (infinity: always), measured once."""
+    """Measure once up to how many input rows this CPU is faster in bf16 than in float32 (infinity: any)."""
     weight = torch.ones(512, 512, dtype=torch.bfloat16)
     for rows in (_MANY, 16, 8, 4, 2, 1):
         x = torch.ones(rows, 512, dtype=torch.bfloat16)
@@ -152,7 +152,7 @@ def norm_in_one_kernel(native: Any) -> Any:
 
 
 def _keep_experts_live(experts: Any, layer: torch.nn.Module) -> None:
-    """Replace vLLM's packing of experts: do nothing."""
+    """Do nothing, instead of vLLM's packing of experts."""
 
 
 def apply_live_experts(
@@ -182,7 +182,7 @@ def apply_live_experts(
 
 
 def _activated(activation: Any, x: torch.Tensor) -> torch.Tensor:
-    """Apply a gated activation of vLLM's CPU experts, in float32 as they do."""
+    """Apply a gated activation of vLLM's CPU experts, in float32 as vLLM does."""
     wide, kind = x.float(), activation.value
     if kind == "swigluoai":  # gates and values alternate
         gate, value = wide[:, ::2].clamp(max=7.0), wide[:, 1::2].clamp(-7.0, 7.0)

@@ -1,7 +1,7 @@
 """A replica's folders, where versions are built as checkpoints for vLLM and its workers.
 
-The anchor stays on disk, so another version with this anchor needs only deltas and jumps. A version is a copy
-of its anchor with these applied; all workers map the same file. The commit proves the version's digest.
+The anchor stays on disk, so a version with the same anchor needs only deltas and jumps. A version is a copy
+of its anchor with deltas and jumps applied. All workers map the same files, and the commit checks the digest.
 """
 
 import fcntl
@@ -10,10 +10,9 @@ import shutil
 import stat
 from pathlib import Path
 
-from delta_weight_sync.checkpoint import map_folder
 from delta_weight_sync.errors import ProtocolError, SettingsError
-from delta_weight_sync.reader import RunReader, checkpoint_errors, remove_other_files
-from delta_weight_sync.records import Manifest
+from delta_weight_sync.reader import RunReader, apply_delta, map_weights, remove_other_files
+from delta_weight_sync.records import AnchorRef, Manifest
 
 _STEPS = 10  # progress is reported in tenths, because each new text of the progress is logged
 
@@ -24,9 +23,9 @@ Shapes = dict[str, list[int]]
 def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     """Return the folder that `variable` names; create it for this user alone if it is missing.
 
-    vLLM executes what it reads there (chat templates) or serves it (weights). So `SettingsError` is raised if
-    the folder belongs to another user (anyone can create one in /tmp), if every user may write to it, or if
-    another process has locked it. This process then keeps it locked, unless `keep` is False.
+    vLLM executes or serves the folder's files (chat templates, weights). So `SettingsError` is raised if the
+    folder belongs to another user (anyone can create one in /tmp), if every user may write to it, or if
+    another process has locked it. With `keep`, this process keeps the lock until it ends.
     """
     path, problem = Path(folder), ""
     try:
@@ -35,7 +34,7 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
             problem = "belongs to another user"
         elif path.stat().st_mode & stat.S_IWOTH:
             problem = "may be written to by every user"
-        else:  # the lock is held until the process ends, however it ends
+        else:  # with `keep`, the lock is held until the process ends, however it ends
             lock = os.open(path / ".lock", os.O_CREAT | os.O_WRONLY, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not keep:
@@ -43,7 +42,7 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     except BlockingIOError:
         problem = "is used by another replica"
     except OSError as error:
-        problem = f"cannot be created ({error.strerror})"
+        problem = f"cannot be created or locked ({error.strerror})"
     if problem:
         raise SettingsError(
             {variable: f"{folder} {problem}; name a folder of your own, or one that does not exist"}
@@ -57,63 +56,61 @@ class Layout:
     def __init__(self, reader: RunReader, folder: Path) -> None:
         """Remove what a killed process left (deltas, partial downloads, the version); keep anchors."""
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
-        self._wanted = self._fetched = 0  # bytes of the version that `put` builds
-        parts = (*folder.glob(".*.part"), *self._anchors.rglob(".*.part"))
-        for left in (*parts, *folder.glob("*.safetensors")):
+        self._coming, self._deltas = self._anchors / "coming", folder / "deltas"
+        self._wanted = self._fetched = 0  # bytes that `put` needs, and has fetched
+        for left in (*folder.glob(".*.part"), *self._coming.glob(".*.part"), *folder.glob("*.safetensors")):
             left.unlink()
-        shutil.rmtree(self._version, ignore_errors=True)
+        for unfinished in (self._deltas, self._version):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def put(self, manifest: Manifest) -> tuple[Path, Shapes]:
         """Build a version; returns its folder and the shapes of its tensors."""
-        self._wanted, self._fetched = manifest.recipe().size, 0
+        recipe = self._reader.recipe(manifest)
+        self._wanted, self._fetched = recipe.size, 0
+        remove_other_files(self._deltas, recipe)
         try:
-            anchor = self._anchor(manifest)
-            shutil.rmtree(self._version, ignore_errors=True)
-            shutil.copytree(anchor, self._version)
-            with checkpoint_errors(manifest.anchor):
-                state = map_folder(self._version, "r+")
-            for ref in self._reader.recipe(manifest).deltas:
-                self._reader.apply(state, ref, self._version)
-                self._fetched += ref.size
+            anchor = self._anchor(manifest.anchor)
+            deltas = self._reader.fetch_all(recipe.deltas, self._deltas)
         finally:
             self._wanted = 0
+        shutil.rmtree(self._version, ignore_errors=True)
+        shutil.copytree(anchor, self._version)
+        state = map_weights(self._version, manifest.anchor)
+        for path in deltas:
+            apply_delta(state, path)
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
 
     def progress(self) -> str:
         """How much `put` has fetched of what it needs, such as "27 of 269 MB"; "" if it fetches nothing."""
         if not (wanted := self._wanted):
             return ""
-        folders, whole = (self._anchors, self._version), self._anchors.glob("coming/*.safetensors")
-        found = (*whole, *(part for folder in folders for part in folder.rglob(".*.part")))
         try:
-            parts = sum(part.stat().st_size for part in found)
-        except FileNotFoundError:  # a file was finished, or its folder removed, meanwhile
-            parts = 0
-        share = _STEPS * min(self._fetched + parts, wanted) // wanted
+            found = sum(path.stat().st_size for at in (self._coming, self._deltas) for path in at.glob("*"))
+        except FileNotFoundError:  # meanwhile, a file was finished, or its folder was renamed
+            found = 0
+        share = _STEPS * min(self._fetched + found, wanted) // wanted
         digits = 0 if wanted >= 10e6 else 1
         return f"{share * wanted / _STEPS / 1e6:.{digits}f} of {wanted / 1e6:.{digits}f} MB"
 
-    def _anchor(self, manifest: Manifest) -> Path:
-        """The anchor's folder, named by its hash. A missing or damaged anchor is fetched again.
+    def _anchor(self, anchor: AnchorRef) -> Path:
+        """The anchor's folder, named by its first weights file's sha256. Fetches what is missing or damaged.
 
         If that fails, complete files stay for the next try.
         """
-        anchor = manifest.anchor
         if not anchor.weights:
             raise ProtocolError(f"the anchor of version {anchor.version} has no weights")
-        kept, coming = self._anchors / anchor.weights[0].sha256, self._anchors / "coming"
+        kept, size = self._anchors / anchor.weights[0].sha256, sum(ref.size for ref in anchor.files)
         if all((path := kept / ref.name).is_file() and ref.is_in(path) for ref in anchor.files):
-            self._wanted -= sum(ref.size for ref in anchor.files)
+            self._wanted -= size
             return kept
         if kept.exists():
-            shutil.rmtree(coming, ignore_errors=True)
-            kept.rename(coming)
-        remove_other_files(coming, anchor)
-        self._reader.fetch_all(anchor.small, coming)
-        self._fetched += sum(ref.size for ref in anchor.small)
+            shutil.rmtree(self._coming, ignore_errors=True)
+            kept.rename(self._coming)
+        remove_other_files(self._coming, anchor)
+        self._reader.fetch_all(anchor.small, self._coming)
         for other in self._anchors.iterdir():  # the disk may have no room for the weights of two anchors
-            if other != coming:
+            if other != self._coming:
                 shutil.rmtree(other)
-        self._reader.fetch_all(anchor.weights, coming)
-        self._fetched += sum(ref.size for ref in anchor.weights)
-        return coming.rename(kept)
+        self._reader.fetch_all(anchor.weights, self._coming)
+        self._fetched = size
+        return self._coming.rename(kept)

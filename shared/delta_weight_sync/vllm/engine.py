@@ -1,7 +1,7 @@
 """A running vLLM as its follower sees it: calls to all workers of all its engines.
 
-A data-parallel vLLM has several engines. Each stages and commits on its own, but the follower treats them as
-one: a version is served when all engines have it. If one fails, all of them join the version.
+A data-parallel vLLM has several engines. Each engine stages and commits on its own, but the follower treats
+all as one: a version is served when all engines have it. If one engine fails, all engines join the version.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from delta_weight_sync.vllm import METHOD, commits_between_steps, takes_images
 from delta_weight_sync.vllm.disk import Shapes
 
 _POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; a poll waits for the current step
-_TIMEOUT_S = 600.0  # for one answer; the slowest one (`learn`, which hashes all weights) takes seconds
+_TIMEOUT_S = 600.0  # for one answer; staging has no limit; `learn`, the slowest other call, takes seconds
 _CHECK_S = 1.0  # how often a call checks that vLLM still lives
 
 
@@ -47,9 +47,9 @@ class TokenVersion(NamedTuple):
 
 
 Times = tuple[float, float, float, float]
-"""Of a version: the seconds of staging, of the pause, and of the writing within the pause; when it was live.
+"""Seconds of staging, of the pause, and of writing within the pause; the moment when the version became live.
 
-The last is in unix seconds, by the clock of the last worker: another host's if vLLM runs on several hosts.
+This moment is in unix seconds, by the clock of the host of the last worker (vLLM may have several hosts).
 """
 
 
@@ -101,9 +101,9 @@ class Engine:
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:
         """Stage delta files, in this order, while vLLM generates; then commit them between two steps.
 
-        A failure raises; an engine that failed has its old weights, but others may have committed. After
-        success, running requests continue with the new weights (if vLLM pauses for commits, it computes their
-        keys and values again), new requests reuse no older prefix, and later tokens have the label `label`.
+        If an engine fails, it keeps its old weights, and an error is raised; other engines may have
+        committed. On success, later tokens have `label`, new requests reuse no older prefix, and running
+        requests continue with the new weights. (A vLLM that pauses computes their keys and values again.)
         """
         return self._take(digest, label, deltas=[str(path.absolute()) for path in deltas])
 
@@ -129,10 +129,10 @@ class Engine:
         self._wait(self._client.update_weight_version(label))
 
     def _take(self, digest: str, label: str, **what: Any) -> Times:
-        """Stage and commit. "stage" commits, too, if vLLM is not paused and a worker is in its engine.
+        """Stage and commit. If vLLM is not paused, a worker in the engine's process commits within "stage".
 
-        Other workers are processes that answer one call at a time. They are polled, because a call that
-        waited for the stage would block them.
+        Other workers are separate processes, which answer one call at a time. So they are polled, because a
+        call that waited for the end of staging would block them.
         """
         between = commits_between_steps()
         then: dict[str, Any] = {"op": "commit", "digest": digest, "label": label}

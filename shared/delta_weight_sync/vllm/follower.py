@@ -1,10 +1,10 @@
 """Keeps one vLLM at the newest version of a run, or at the version that its owner wants.
 
-A follower is one thread: watch the bucket, fetch a version, stage it, commit it, report it. Normally it
-applies the version's deltas. Where that is not possible it joins: it builds the version as a checkpoint on
-disk (newest anchor, then deltas), compares it with the live parameters, and commits what differs. Joining
-works from any live weights; it is used for the first version, to heal, and to go back. vLLM generates
-meanwhile, and the digest of its live parameters proves the result.
+A follower is one thread, which watches the bucket, and fetches, stages, commits and reports versions.
+Normally the follower applies a version's deltas. If that is not possible, it joins: it builds a checkpoint of
+the version on disk (anchor, jumps and deltas), compares this with the live parameters, and commits what
+differs. A join works from any live weights; it is used for the first version, to heal, and to go back. vLLM
+generates meanwhile, and the digest of its live parameters proves the result.
 """
 
 import logging
@@ -15,50 +15,15 @@ from pathlib import Path
 
 from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.records import DeltaRef, Manifest
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
 from delta_weight_sync.vllm.disk import Layout, Shapes
 from delta_weight_sync.vllm.engine import Engine, TokenVersion
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
 _LINE_S = 60.0  # between two log lines about served versions
+_REFUSALS = (errors.RouteError.kind, errors.CommitError.kind, errors.CodecError.kind)
 _log = logging.getLogger("delta_weight_sync")
-
-Wanted = tuple[Manifest | None, AnchorRef, str]
-"""A join: the pinned version or None, the anchor, and the digest.
-
-If nothing is served, the digest is "", and a refusal means that vLLM cannot take the model at all.
-Otherwise a refusal concerns only this version.
-"""
-
-
-class Refusals:
-    """Joins that vLLM refused for good. They are not tried again, because each would fetch a checkpoint."""
-
-    _wanted: Wanted | None = None
-    _suspect: Wanted | None = None
-    _refused: tuple[Wanted, errors.RefusedError] | None = None
-
-    def forget(self) -> None:
-        """Allow every join: vLLM was restarted, or the owner asked for another try."""
-        self._wanted = self._suspect = self._refused = None
-
-    def check(self, manifest: Manifest, held: Manifest | None, serving: Manifest | None) -> None:
-        """Raise `RefusedError` if vLLM refused this join before; otherwise remember it for `judge`."""
-        self._wanted = held, manifest.anchor, manifest.digest if serving else ""
-        if self._refused and self._refused[0] == self._wanted:
-            raise self._refused[1]
-
-    def judge(self, error: errors.EngineError) -> None:
-        """Decide whether the join that was checked last, and failed with `error`, is refused from now on."""
-        if error.kind == errors.CodecError.kind:  # the first time, the local copy may be damaged
-            final, self._suspect = self._suspect == self._wanted, self._wanted
-        else:  # only route and commit errors are certain to repeat with this vLLM
-            final, self._suspect = error.kind in (errors.RouteError.kind, errors.CommitError.kind), None
-        if self._wanted and final:
-            other = "version" if self._wanted[2] else "anchor"
-            until = f"not tried again until the run has another {other}, or the owner heals this replica"
-            self._refused = self._wanted, errors.RefusedError(f"{error}; {until}", error.kind)
 
 
 class Commands:
@@ -97,7 +62,7 @@ class Follower:
 
     def __init__(self, reader: RunReader, engine: Engine, *, name: str, folder: Path, poll_s: float) -> None:
         """`folder`: scratch space for one or two checkpoints."""
-        self.serving: Manifest | None = None  # its bits are live, proven by digest; any thread may read it
+        self.serving: Manifest | None = None  # its bits are live, proven by digest; any thread may read this
         self.commands = Commands(reader)
         self._reader, self._engine, self._folder, self._poll_s = reader, engine, folder, poll_s
         self._layout, self._watcher = Layout(reader, folder), Watcher(reader, poll_s)
@@ -106,7 +71,8 @@ class Follower:
         self._next_line = 0.0  # when a served version is logged again
         self._signed_by: str | None = None  # the key that signed the served version
         self._commits = deque[CommitEvent](maxlen=256)
-        self._refused, self._holding, self._starting = Refusals(), Backoff(), Backoff()
+        self._holding, self._starting, self._joining = Backoff(), Backoff(), Backoff()
+        self._refusal: errors.EngineError | None = None  # why the last join failed while nothing was served
         self._served_last: Manifest | None = None
         self._learned: Shapes = {}  # shapes of the tensors whose places vLLM knows
         self._healing = False
@@ -149,7 +115,7 @@ class Follower:
         return ReplicaReport(status=status, commits=commits, notice=notice, engine=engine)
 
     def explain(self, error: Exception | None) -> str:
-        """The text to report for an error; None means that all is well again. A Space overrides this."""
+        """Return the text to report for `error` (None: all is well again). A Space overrides this method."""
         return f"{error}"
 
     # Watch: decide which version to serve.
@@ -161,8 +127,8 @@ class Follower:
                 if self._turn():
                     self.explain(None)
             except Exception as error:  # noqa: BLE001 - whatever it was, report it, keep serving, try again
-                refused = isinstance(error, errors.RefusedError) and self.serving is None
-                self._complain(self.explain(error), "refused" if refused else self._state)
+                kind = error.kind if isinstance(error, errors.EngineError) and not self.serving else ""
+                self._complain(self.explain(error), "refused" if kind in _REFUSALS else self._state)
                 wait_s = min(wait_s, FIRST_S)
             self._watcher.wait(wait_s)
 
@@ -170,15 +136,14 @@ class Follower:
         """One turn of the loop. False if nothing was tried; the caller then keeps the earlier error."""
         if self.serving is not None and not self._engine.alive():
             self.serving = None
-            self._refused.forget()
+            self._joining.reset()
             self._holding.reset()
             self._watcher.refresh()
             raise errors.EngineError("vLLM died; the lines above say why")
         if self.commands.healing.is_set():
             self.commands.healing.clear()
-            self._refused.forget()
-            self._starting.reset()
-            self._holding.reset()
+            for each in (self._joining, self._starting, self._holding):
+                each.reset()
             self._watcher.reset()
             self._healing = True
         held = self._served_last if self.commands.paused else self.commands.pinned
@@ -198,7 +163,7 @@ class Follower:
         return True
 
     def _follow_newest(self) -> bool:
-        """Serve the newest version. False if it is too early to look for a version, or to retry it."""
+        """Serve the newest version. False if it is too early to look for a version, or to retry one."""
         try:
             taken = self._watcher.check(lambda newest: self._reach(newest, None))
         except errors.NoVersionError:
@@ -218,23 +183,18 @@ class Follower:
     def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
         """Serve a version. `held` is the same version if the owner pinned it or paused at it, else None.
 
-        Raises `DeltaWeightSyncError` or `OSError` if that fails. Usually the replica then still serves what
-        it served before. After `_join_first`, it may serve an older version. It serves nothing if its weights
-        had changed or vLLM was being restarted.
+        Raises `DeltaWeightSyncError` or `OSError` if that fails. Then the replica usually serves what it
+        served before, or if that was nothing, perhaps an older version. It serves nothing if its weights had
+        changed, or if vLLM was being restarted.
         """
-        try:
-            self._refused.check(manifest, held, self.serving)
-            if self.serving is None and not held:
-                self._join_first(manifest)
-            elif self.serving is None or self._healing:
-                self._join(manifest)
-            elif manifest != self.serving:
-                self._advance(manifest, self.serving)
-            else:
-                self._note("serving")
-        except errors.RefusedError:
-            self._healing = False
-            raise
+        if self.serving is None and not held:
+            self._reader.try_older(manifest, self._join)  # an older version is better than none
+        elif self.serving is None or self._healing:
+            self._join(manifest)
+        elif manifest != self.serving:
+            self._advance(manifest, self.serving)
+        else:
+            self._note("serving")
         self._healing = False
 
     # By deltas: fetch, stage, commit.
@@ -272,38 +232,31 @@ class Follower:
 
     # By a join: fetch a checkpoint, stage what differs, commit.
 
-    def _join_first(self, manifest: Manifest) -> None:
-        """Join. If a file of the version is damaged or missing, join the newest whole version before it."""
-        try:
-            self._join(manifest)
-        except (errors.ProtocolError, errors.ObjectMissingError):
-            older = self._reader.readable(manifest)
-            if older is None or older == manifest:
-                raise
-            self._join(older)
-            raise
-
     def _join(self, manifest: Manifest) -> None:
-        started = time.perf_counter()
-        if self.serving is None:
+        """Join a version. While nothing is served, the pause after a failed join applies to all versions with
+        the same anchor: perhaps vLLM cannot take the model at all, and each try copies a checkpoint."""
+        started, first = time.perf_counter(), self.serving is None
+        wanted = manifest.anchor, self.commands.pinned
+        if first and self._refusal and not self._joining.allows(wanted):
+            raise self._refusal
+        if first:
             self._note(f"fetching version {manifest.version}")
         folder, shapes = self._layout.put(manifest)
         fetch_s = time.perf_counter() - started
         try:
             self._prepare_engine(manifest, folder, shapes)
             times = self._engine.take_checkpoint(folder, manifest.digest, str(TokenVersion.of(manifest)))
-        except errors.TooSoonError:
-            raise
         except errors.EngineError as error:
-            self._refused.judge(error)
+            if first and not isinstance(error, errors.TooSoonError):
+                self._joining.failed(wanted)
+                self._refusal = error
             raise
-        self._refused.forget()
         for ref in manifest.anchor.weights:
-            (folder / ref.name).unlink()  # they are live now
+            (folder / ref.name).unlink()  # the weights are live now
         self._serve(manifest, fetch_s, *times, joined=True)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
-        """Start or restart vLLM if it cannot take the version as it runs; let it learn the places of tensors.
+        """Start or restart vLLM if this version needs that; let vLLM learn the places of the tensors.
 
         The wait between two starts of vLLM grows with each start, whatever caused the start.
         """
@@ -320,7 +273,7 @@ class Follower:
         if shapes != self._learned:
             found = self._engine.learn(shapes)
             if started and found != manifest.digest:
-                self._engine.stop()  # or the next try would take this digest for an older version's
+                self._engine.stop()  # else the next try would find vLLM started, and skip this check
                 raise errors.EngineError(
                     f"vLLM loaded weights with digest {manifest.digest}, but the parameters that deltas would"
                     f" change have digest {found}: vLLM rearranges this model's weights; serve another model",
@@ -331,7 +284,7 @@ class Follower:
     # Note what `report` reports.
 
     def _note(self, state: str, error: str | None = None, line: str = "") -> None:
-        """Note the state, and log it if it changed; a `line` is also logged once a minute if it did not."""
+        """Note the state. Log it (or `line`, if given) when it changes. Log a `line` also once a minute."""
         if state != self._state or (self._error and not error) or (line and time.time() >= self._next_line):
             _log.info("replica %s: %s", self._name, line or state)
             self._next_line = time.time() + _LINE_S
@@ -347,7 +300,7 @@ class Follower:
         self._logged = reason
 
     def _serve(self, manifest: Manifest, *times: float, joined: bool = False) -> None:
-        """Record that a version is served. `times`: fetch, then `Times`; none if no weight changed."""
+        """Record that a version is served. `times`: fetch, then `Times`; empty if no weight changed."""
         self._signed_by = self._reader.public_keys.signer(manifest, "the manifest")
         self.serving = self._served_last = manifest
         now = time.time()

@@ -1,13 +1,13 @@
 """The GPU's half of `memory`: the same arithmetic on the same table, in Triton.
 
-Kernels take absolute addresses from the table, so that one launch reaches all parameters. Each program takes
-a part of a list. So hashing, reading or committing a model takes a few launches and one wait, however many
-tensors the model has. Sums wrap at 2^64 and are spread over a few cells, which may be added in any order.
+Kernels take absolute addresses from the table, so one launch reaches all parameters; each program takes a
+part of a list. So hashing, reading or committing takes a few launches and one wait, however many tensors the
+model has. Sums wrap at 2^64 and are spread over a few cells, which may be added in any order.
 
 Staging has its own stream, so that staging and vLLM do not wait for each other. A commit runs on vLLM's
 stream, between two steps. Staged data is on the device if it takes at most half of the free memory there.
-Otherwise it stays in pinned host memory, which kernels read over the bus: slower, but the engine may need the
-device's memory.
+Otherwise it stays in pinned host memory, which kernels read over the bus. That is slower, but leaves the
+device's memory to the engine.
 """
 
 import contextlib
@@ -22,12 +22,13 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits
+from delta_weight_sync.codec._patch import cut
 from delta_weight_sync.gpu import free_bytes, inner, launch, outer, read
 from delta_weight_sync.vllm import memory
 
 BLOCK = 1024  # changes that a program takes
-TILE = 4096  # elements that a program hashes or reads at a time: a block of the digest
-PIECE = 1024  # elements of a program that hashes other layouts; more would not fit into the registers
+TILE = 4096  # elements that `digest_whole` and `read_kernel` take at a time; the block size of the digest
+PIECE = 1024  # elements that a program of `digest` hashes; more would not fit into the registers
 CELLS = 256  # cells over which programs spread their sums
 WARPS = 16  # warps of a program that hashes many tiles; each thread reads 16 bytes of a tile
 _BLOCK, _TILE, _CELLS = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(CELLS)
@@ -40,7 +41,7 @@ _SIZES, _SOURCE, _TARGET = map(tl.constexpr, (memory.SIZES, memory.SOURCE, memor
 
 @triton.jit
 def _at(row: tl.tensor, strides: tl.constexpr, element: tl.tensor) -> tl.tensor:
-    """Offsets (int64) of elements from the row's first, in the checkpoint (SOURCE) or in memory (TARGET)."""
+    """Offsets (int64) of elements from the row's first, in the checkpoint (SOURCE) or memory (TARGET)."""
     rest = element
     at = element.to(tl.int64) * 0
     for back in tl.static_range(1, _DIMS + 1):  # the last dimension first
@@ -69,7 +70,7 @@ def _add(cells: tl.tensor, program: tl.tensor, amount: tl.tensor) -> None:
 def digest_whole(
     rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor, count: tl.tensor
 ) -> None:
-    """Like `digest`, for tiles that are a whole block of the digest, contiguous and aligned to 16 bytes.
+    """Like `digest` below, for tiles that are whole, contiguous blocks of the digest, aligned to 16 bytes.
 
     Each program takes an equal, consecutive share of the `count` tiles, and adds lane by lane.
     """
@@ -89,7 +90,7 @@ def digest_whole(
 def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor) -> None:
     """Add the digest of live elements to `cells`, int64 [CELLS].
 
-    `tiles`: int64 [p, 3]: row, first element, number of elements (at most PIECE).
+    `tiles` is int64 [p, 3]: row, first element, number of elements (at most PIECE).
     """
     program, lane = tl.program_id(0), tl.arange(0, _PIECE)
     tile = tiles + 3 * program.to(tl.int64)
@@ -104,7 +105,7 @@ def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor
 
 @triton.jit
 def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
-    """Copy live bits to `out`, int16 [n]. `tiles`, int64 [p, 4]: as for `digest`, then the place in `out`."""
+    """Copy live bits to `out`, int16 [n]. `tiles`, int64 [p, 4]: row, element, count, and place in `out`."""
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)
     row, lane = rows + tl.load(tile) * _COLUMNS, tl.arange(0, _TILE)
     inside = lane < tl.load(tile + 2).to(tl.int32)
@@ -114,7 +115,7 @@ def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
 
 @triton.jit
 def _block(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor) -> tl.tensor:
-    """A program's block: its row, and for each lane the change's index, whether it exists, and its element.
+    """The block of a program. Returns its row, and per lane: the change's index, whether it exists, element.
 
     `blocks`: int64 [b, 3] from `Changes.blocks`; `element`: int32 [n].
     """
@@ -134,7 +135,7 @@ def look(
     inner: tl.tensor,
     cells: tl.tensor,
 ) -> None:
-    """Fill `new` with the bits after the changes, and add their change of the digest to `cells`."""
+    """Fill `new` with the bits after the changes, and add the change of the digest to `cells`."""
     row, at, inside, number = _block(rows, blocks, element)
     old = tl.load(_memory(row) + _at(row, _TARGET, number), mask=inside, other=0)
     value = old + tl.load(ulps + at, mask=inside, other=0)
@@ -155,7 +156,7 @@ def put(
     new: tl.tensor,
     undo: tl.constexpr,
 ) -> None:
-    """Write the new bits, or with `undo` the old ones: the new ones minus `ulps`."""
+    """Write the new bits. With `undo`, write the old bits, which are the new bits minus `ulps`."""
     row, at, inside, number = _block(rows, blocks, element)
     bits = tl.load(new + at, mask=inside, other=0)
     if undo:
@@ -207,8 +208,8 @@ class DeviceMemory:
         """Do nothing, because each stage hashes everything."""
 
     def read(self, parts: memory.Rows) -> Bits:
-        """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
-        tiles = memory.cut(parts, TILE)
+        """Read live bits. `parts` is int64 [p, 3]: row of the table, first element, number of elements."""
+        tiles = cut(parts, TILE)
         tiles = np.column_stack([tiles, tiles[:, 2].cumsum() - tiles[:, 2]])
         with self._staging():
             out = self._pinned((int(parts[:, 2].sum()),), torch.int16)
@@ -217,7 +218,7 @@ class DeviceMemory:
         return out.numpy().view(np.uint16)
 
     def prepare(self, changes: memory.Changes) -> tuple[memory.Step, int]:
-        """The step that writes the changes, and how much it changes this worker's share of the digest."""
+        """Return the step that writes the changes, and the change of this worker's share of the digest."""
         arrays = (changes.blocks(BLOCK), changes.element, changes.ulps.view(np.int16))
         with self._staging():
             blocks, element, ulps = self._upload(arrays, also=changes.ulps.nbytes)
@@ -229,7 +230,7 @@ class DeviceMemory:
             wrong = torch.zeros(1, dtype=torch.int64, device=self._device)
             moved = self._sum()
 
-        def do() -> tuple[int, float]:  # like `undo`, on the stream of the caller
+        def do() -> tuple[int, float]:  # `do` and `undo` use the caller's stream
             started = time.perf_counter()
             read(wrong.zero_())  # waits for the engine's step
             waited_s = time.perf_counter() - started
@@ -247,7 +248,7 @@ class DeviceMemory:
         return int(read(self._cells.sum()))  # waits for the kernels
 
     def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
-        """Copy arrays to the device; if they and `also` bytes are too much for it, to pinned host memory."""
+        """Copy arrays to the device; or, if they and `also` exceed half its free bytes, to pinned memory."""
         fits = 2 * (sum(array.nbytes for array in arrays) + also) <= free_bytes(self._device)
         copies = []
         for array in arrays:
@@ -271,9 +272,9 @@ class DeviceMemory:
 
 def _tiles(table: memory.Table) -> tuple[memory.Rows, memory.Rows]:
     """The tiles that `digest_whole` hashes, and those that `digest` hashes: together all counted elements."""
-    rows, tiles = table.rows, memory.cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
+    rows, tiles = table.rows, cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
     flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)
-    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # in both places
+    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # in tensor, memory
     aligned = (rows[:, memory.FIRST] % TILE == 0) & (rows[:, memory.ADDRESS] % 16 == 0)
     whole = (flat & contiguous & aligned)[tiles[:, 0]] & (tiles[:, 2] == TILE)
-    return tiles[whole], memory.cut(tiles[~whole], PIECE)
+    return tiles[whole], cut(tiles[~whole], PIECE)

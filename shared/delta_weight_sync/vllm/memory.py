@@ -1,30 +1,30 @@
 """All live parameters of a model as one table, and the numba kernels that hash and write them on the host.
 
 A piece is a strided part of a checkpoint tensor that lies in a parameter of vLLM, possibly with other
-strides. Its elements are numbered 0, 1, 2, ... in row-major order. The number gives the position in the
-checkpoint tensor and the address in memory. Changes store it as an int32, so a piece with too many elements
-becomes several rows of the table. The host's kernels use one thread, to leave the cores to vLLM; `gpu` has
-the same kernels for GPUs.
+strides. A piece's elements are numbered 0, 1, 2, ... in row-major order. The number gives the position in the
+checkpoint tensor and the address in memory. Changes store the number as an int32, so a piece with too many
+elements becomes several rows of the table. On the host, up to half of the cores share the work on many
+changes. `gpu` has the same kernels for GPUs.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from copy import copy
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits, Decoded, Index
-from delta_weight_sync.codec._patch import join
+from delta_weight_sync.codec._lanes import pointer
+from delta_weight_sync.codec._patch import cut, join
 from delta_weight_sync.digest import BLOCK, INNER, add_at, hash_dense, outer, seed
 from delta_weight_sync.errors import RouteError
-from delta_weight_sync.util import kernel
+from delta_weight_sync.util import in_order, in_parts, kernel
 from delta_weight_sync.vllm.routes import Geometry, Route
 
 Row = NDArray[np.int64]
@@ -32,7 +32,7 @@ Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
 
 DIMS = 4
-# Most elements of a row: int32 must hold their numbers, even those past the end in a GPU's last block.
+# Limit of elements of a row. An int32 must hold each number, also numbers past the end in a GPU's last block.
 MOST = (1 << 31) - (1 << 16)
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
@@ -45,16 +45,17 @@ SOURCE = SIZES + DIMS  # strides in the checkpoint tensor, in elements
 TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
 COLUMNS = TARGET + DIMS
 
-_NEAR = 1024  # changes of a block: they are read back while they are still in the cache
-SLICES = 60  # of all parameters; `recheck` hashes one slice
+_NEAR = 1024  # changes of a block, which is read back while it is still in the cache
+_SHARED = 64  # blocks that are worth a thread of their own
+SLICES = 60  # slices of all parameters; `recheck` hashes one slice
 
 
 class Table:
     """The places of all elements, on one device.
 
-    `rows`: int64 [rows, COLUMNS]; a piece with too many elements or dimensions has several rows. `number`:
-    checkpoint name -> 0, 1, 2, ... Tensor n has the rows from `starts[n]` up to `starts[n + 1]`. The number
-    after the last stands for tensors that are not in the table; it has no rows.
+    `rows`: int64 [rows, COLUMNS]; a piece with too many elements or dimensions has several rows. `number`
+    maps checkpoint names to 0, 1, 2, ... Tensor n has the rows from `starts[n]` up to `starts[n + 1]`.
+    Tensors that are not in the table share the number after the last, which has no rows.
     """
 
     def __init__(self, routes: Mapping[str, Route], owned: Mapping[str, Sequence[int]]) -> None:
@@ -67,7 +68,7 @@ class Table:
             key = int(seed(name).astype(np.int64))
             for number, piece in enumerate(routes[name].pieces):
                 start = piece.memory.data_ptr()
-                for source, target in _parts(piece.source, piece.target):  # mostly one
+                for source, target in _parts(piece.source, piece.target):  # mostly one part
                     fixed = [start + 2 * target.offset, key, number in numbers, source.offset]
                     pad = [1] * (DIMS - len(source.sizes))
                     shapes = source.sizes, source.strides, target.strides
@@ -78,6 +79,12 @@ class Table:
         self.device = self.memory[0].device if self.memory else torch.device("cpu")
         if any(memory.device != self.device for memory in self.memory):
             raise RouteError("the weights are not on one device; start vLLM without --cpu-offload-gb")
+
+    def of_worker(self, rows: Rows, starts: Index) -> "Table":
+        """The table of another worker, for `find` only."""
+        table = copy(self)
+        table.rows, table.starts = rows, starts
+        return table
 
     @property
     def parts(self) -> Rows:
@@ -104,23 +111,23 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 
 @kernel
 def _bounds(rows: Rows, found: Index, index: Index) -> None:
-    """Narrow each part's range of `index` to what its row can hold. `found`: as for `_find`."""
+    """Narrow each row's range of `index`, kept in `found` (see `_find`), to what the row can hold."""
     for p in range(found.shape[1]):
         row, low, high = rows[found[0, p]], found[1, p], found[2, p]
         near, end = index[low:high], row[FIRST] + 1
         for dim in range(DIMS):
             end += (row[SIZES + dim] - 1) * row[SOURCE + dim]
-        if near.size and not row[FIRST] <= near[0] <= near[-1] < end:  # mostly, a row is a whole tensor
+        if near.size and not row[FIRST] <= near[0] <= near[-1] < end:  # rare: most rows are whole tensors
             found[1, p] = low + np.searchsorted(near, row[FIRST])
             found[2, p] = low + np.searchsorted(near, end)
 
 
 @kernel
 def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements, moved: Bits) -> None:
-    """Write the element number and the ulps of each change that a part holds.
+    """Write element number and ulps of each change that lies in a row of `found` to `element` and `moved`.
 
-    `found`, int64 [3, p], has for each part its row, and start and end of its range of `index` by `_bounds`.
-    Each end is replaced by the number of changes that were found.
+    `found`, int64 [3, p], has the numbers of rows, then the start and the end of each row's range of `index`,
+    narrowed by `_bounds`. Each end is replaced by the number of changes that were found in the row.
     """
     at = 0
     for p in range(found.shape[1]):
@@ -128,7 +135,7 @@ def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements,
         near, numbers, amounts, begin = index[low : found[2, p]], element[at:], moved[at:], at
         if row[SIZES + DIMS - 2] == 1 and row[SOURCE + DIMS - 1] == 1:
             base, whole = row[FIRST], ulps[low:]
-            for j in range(near.size):  # loops over slices from 0 on become vector instructions
+            for j in range(near.size):  # both loops index slices from 0, so they vectorize
                 numbers[j] = near[j] - base
             for j in range(near.size):
                 amounts[j] = whole[j]
@@ -155,21 +162,11 @@ def part_of(row: Row, tensor: Bits) -> Bits:
     return as_strided(tensor.reshape(-1)[row[FIRST] :], sizes, strides).reshape(-1)
 
 
-def cut(parts: Rows, size: int) -> Rows:
-    """Cut parts, int64 [p, 3], into parts of at most `size`: each has a row, a first number, and a count."""
-    pieces = -(-parts[:, 2] // size)
-    cuts = np.repeat(parts, pieces, axis=0)
-    offset = (np.arange(len(cuts)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
-    cuts[:, 1] += offset
-    cuts[:, 2] = np.minimum(size, cuts[:, 2] - offset)
-    return cuts
-
-
 class Changes(NamedTuple):
     """Changes of some rows of the table. A row may be listed several times, but an element only once."""
 
     rows: Index  # int64 [p]
-    counts: Index  # int64 [p], changes of each row
+    counts: Index  # int64 [p], number of changes of each row
     element: Elements  # int32 [n], strictly increasing for each of `rows`
     ulps: Bits  # uint16 [n], added to the bits modulo 2^16
 
@@ -178,29 +175,35 @@ class Changes(NamedTuple):
         """Join changes of different elements."""
         columns = [[*column] for column in zip(*found, strict=True)] or [[], [], [], []]
         kinds = np.int64, np.int64, np.int32, np.uint16
-        return cls(*(join(columns.pop(0), kind) for kind in kinds))  # lets go of what it has joined
+        return cls(*(join(columns.pop(0), kind) for kind in kinds))  # `pop` frees what is joined
 
     def blocks(self, size: int) -> Rows:
         """int64 [b, 3]: the row, the first change and the number of changes of blocks of at most `size`."""
         return cut(np.stack([self.rows, self.counts.cumsum() - self.counts, self.counts], 1), size)
 
 
-def find(decoded: Iterable[Decoded], table: Table) -> Iterator[Changes]:
-    """Find the changes of a delta in the table; changes of tensors that the table lacks are left out."""
-    nowhere = repeat(len(table.number))
-    for part in decoded:
-        names, changes, index = part.names, part.changes, part.index
-        number = np.fromiter(map(table.number.get, names, nowhere), np.int64, len(names))
-        first, ends = table.starts[number], changes.cumsum()
+def find(decoded: Iterable[Decoded], tables: Sequence[Table]) -> list[Changes]:
+    """Find the changes of a delta in each of `tables`, one per worker. A table may lack tensors."""
+
+    def find_in(table: Table, part: Decoded, number: Index) -> Changes:
+        first, ends = table.starts[number], part.changes.cumsum()
         count = table.starts[number + 1] - first
         rows = np.repeat(first - count.cumsum() + count, count) + np.arange(count.sum())
-        found = np.stack([rows, np.repeat(ends - changes, count), np.repeat(ends, count)])
-        _bounds(table.rows, found, index)
+        found = np.stack([rows, np.repeat(ends - part.changes, count), np.repeat(ends, count)])
+        _bounds(table.rows, found, part.index)
         size = (found[2] - found[1]).sum()
         element, moved = np.empty(size, np.int32), np.empty(size, np.uint16)
-        _find(table.rows, found, index, part.ulps, element, moved)
+        _find(table.rows, found, part.index, part.ulps, element, moved)
         size = found[2].sum()
-        yield Changes(found[0], found[2], element[:size], moved[:size])
+        return Changes(found[0], found[2], element[:size], moved[:size])
+
+    def find_in_all(part: Decoded) -> list[Changes]:
+        known, nowhere = tables[0].number, repeat(len(tables[0].number))
+        number = np.fromiter(map(known.get, part.names, nowhere), np.int64, len(part.names))
+        return [find_in(table, part, number) for table in tables]
+
+    found = [*in_order(find_in_all, decoded)]
+    return [Changes.joined(parts[at] for parts in found) for at in range(len(tables))]
 
 
 class Step(NamedTuple):
@@ -217,7 +220,7 @@ class Step(NamedTuple):
 class HostMemory:
     """The parameters of a `Table` on the host.
 
-    It knows each row's digest: the one found when the row was last hashed, plus the changes of later commits.
+    This object keeps each row's digest, which is the last hash of the row plus the changes of later commits.
     If a commit writes while a row is hashed, that hash is dropped.
     """
 
@@ -231,7 +234,8 @@ class HostMemory:
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""
-        self._digests = _digest(self._table.rows, INNER)
+        rows, slices = self._table.rows, pairwise(self._cuts)
+        self._digests = np.concatenate([*in_order(lambda ends: _digest(rows[slice(*ends)], INNER), slices)])
         return self.known_digest()
 
     def known_digest(self) -> int:
@@ -239,7 +243,7 @@ class HostMemory:
         return int(self._digests[self._table.rows[:, COUNTED] == 1].sum())
 
     def recheck(self) -> None:
-        """Hash the next slice of the parameters again. If it differs, so does `known_digest` from now on."""
+        """Hash the next slice of the parameters again; `known_digest` then uses the new hashes."""
         part, before = slice(*self._cuts[self._turn : self._turn + 2]), self._writes
         found = _digest(self._table.rows[part], INNER)
         if before == self._writes and before % 2 == 0:
@@ -247,26 +251,32 @@ class HostMemory:
             self._turn = (self._turn + 1) % SLICES
 
     def read(self, parts: Rows) -> Bits:
-        """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
+        """Read live bits. `parts` is int64 [p, 3]: row of the table, first element, number of elements."""
         bits = np.empty(parts[:, 2].sum(), np.uint16)
         _read(self._table.rows, parts, bits)
         return bits
 
     def prepare(self, changes: Changes) -> tuple[Step, int]:
-        """The step that writes the changes, and how much it changes this worker's share of the digest."""
+        """Return the step that writes the changes, and the change of this worker's share of the digest."""
         new = np.empty_like(changes.ulps)  # the bits after the changes
         rows, blocks, element = self._table.rows, changes.blocks(_NEAR), changes.element
-        moved, before = np.zeros(len(rows), np.uint64), self._digests
-        _look(rows, blocks, element, changes.ulps, new, moved, INNER)
+        before = self._digests
+
+        def look(some: slice) -> NDArray[np.uint64]:
+            moved = np.zeros(len(rows), np.uint64)
+            _look(rows, blocks[some], element, changes.ulps, new, moved, INNER)
+            return moved
+
+        moved = np.stack(in_parts(look, len(blocks), _SHARED)).sum(0)
 
         def write(values: Bits, digests: NDArray[np.uint64]) -> tuple[int, float]:
             self._writes += 1
             try:
-                wrong = int(_put(rows, blocks, element, values))
+                put = in_parts(lambda s: _put(rows, blocks[s], element, values), len(blocks), _SHARED)
                 self._digests = digests
             finally:
                 self._writes += 1
-            return wrong, 0.0
+            return sum(put), 0.0
 
         def do() -> tuple[int, float]:
             nonlocal before
@@ -277,19 +287,9 @@ class HostMemory:
         return step, int(moved[rows[:, COUNTED] == 1].sum())
 
 
-@intrinsic
-def pointer(typing: Any, address: Any) -> Any:
-    """A pointer to the bf16 bits at an address."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.PointerType(ir.IntType(16)))
-
-    return types.CPointer(types.uint16)(types.int64), emit
-
-
 @kernel
 def _at(row: Rows, strides: int, element: Any) -> Any:
-    """Offset of an element from the row's first: in the checkpoint (`strides`: SOURCE) or memory (TARGET)."""
+    """Offset of an element from the row's first, in the checkpoint (`strides`: SOURCE) or memory (TARGET)."""
     if row[SIZES + DIMS - 2] == 1:  # sizes are padded in front, so this row has one dimension
         return element * row[strides + DIMS - 1]
     at = np.int64(0)
@@ -306,7 +306,7 @@ def _digest(rows: Rows, inner: Any) -> NDArray[np.uint64]:
     totals = np.zeros(rows.shape[0], np.uint64)
     for r in range(rows.shape[0]):
         row, seed, total = rows[r], np.uint64(rows[r, SEED]), np.uint64(0)
-        length, step, stride = row[SOURCE - 1], row[TARGET - 1], row[COLUMNS - 1]  # innermost
+        length, step, stride = row[SOURCE - 1], row[TARGET - 1], row[COLUMNS - 1]  # of the last dimension
         for start in range(0, row[SIZES:SOURCE].prod(), length):
             first = row[FIRST] + _at(row, SOURCE, start)
             memory = pointer(row[ADDRESS] + 2 * _at(row, TARGET, start))
@@ -368,7 +368,7 @@ def _look(
 
 @kernel
 def _put(rows: Rows, blocks: Rows, element: Elements, values: Bits) -> int:
-    """Write and read back; returns how many elements read back differently."""
+    """Write `values`, and read them back. Returns how many elements read back differently."""
     wrong, places = 0, np.empty(_NEAR, np.int64)
     for b in range(blocks.shape[0]):
         row, first, last = rows[blocks[b, 0]], blocks[b, 1], blocks[b, 1] + blocks[b, 2]

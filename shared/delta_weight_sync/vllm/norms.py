@@ -1,6 +1,6 @@
-"""RMS norm in bf16 as one kernel; vLLM's CPU backend dispatches ten operations for it.
+"""RMS norm in bf16 as one kernel, instead of the ten operations of vLLM's CPU backend.
 
-Sums are float32, and results are rounded once, to nearest. (vLLM's own kernel truncates without AVX-512.)
+Sums are float32, and results are rounded once, to nearest. (Without AVX-512, vLLM's own kernel truncates.)
 """
 
 from typing import Any
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
+from delta_weight_sync.codec._lanes import pointer
 from delta_weight_sync.util import kernel
-from delta_weight_sync.vllm.memory import pointer
 
 
 @kernel
@@ -31,9 +31,9 @@ def normalize(
 ) -> None:
     """Write x / rms(x) * weight to `out`.
 
-    `addresses`: of x, residual, weight and out. `shape`: rows, columns, elements of a vector, and how many
-    elements of x lie from row to row and from column to column. If the residual's address is not 0,
-    x + residual replaces x, and is written to the residual.
+    x is a grid of vectors. `addresses` are those of x, residual, weight and out. `shape` has the grid's rows
+    and columns, a vector's elements, then x's strides between rows and columns, in elements. If the
+    residual's address is not 0, x + residual is used instead of x, and is also written to the residual.
     """
     x, residual, weight, out = addresses
     rows, columns, size, row, column = shape

@@ -1,4 +1,4 @@
-"""The `vllm.general_plugins` entry point: makes stock vLLM able to take commits of a run.
+"""The `vllm.general_plugins` entry point, which makes stock vLLM able to take commits.
 
 If the variable VLLM_PLUGINS is not set, vLLM loads every installed plugin. This plugin patches vLLM, so it
 does nothing unless VLLM_PLUGINS names it.
@@ -18,19 +18,19 @@ _log = logging.getLogger(NAME)
 
 
 def register() -> None:
-    """Patch this process of vLLM, which may call this more than once.
+    """Patch this process of vLLM. vLLM may call `register` more than once.
 
     Raises `CompatibilityError` if vLLM lacks what the plugin needs; exits if the run's settings are wrong.
     """
-    if not _log.handlers:  # without a handler of the program's own, vLLM's server would drop our lines
+    if not _log.handlers:  # the program has no handler for our lines; vLLM's server would drop them
         _log.parent = logging.getLogger("vllm")
     parent = multiprocessing.parent_process()
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         if "DELTA_WEIGHT_SYNC_RUN" in os.environ and parent is None:
             _log.warning("this vLLM follows no run: DELTA_WEIGHT_SYNC_RUN also needs VLLM_PLUGINS=%s", NAME)
         return
-    # vLLM's processes have several busy threads. By default, Python lets each run for 5 ms before another,
-    # so each short call of the follower, of a stage or of generation could wait that long.
+    # By default, Python switches threads every 5 ms. vLLM's processes have several busy threads, so each
+    # short call of the follower, of a stage or of generation could wait that long.
     sys.setswitchinterval(0.0005)
     if parent is None and "DELTA_WEIGHT_SYNC_RUN" in os.environ:
         from delta_weight_sync.vllm.server import check, settings_from
@@ -44,7 +44,7 @@ def register() -> None:
 
     from delta_weight_sync.vllm import routes
 
-    if parent and parent.pid:  # vLLM's engine and workers; the server belongs to whatever started vLLM
+    if parent and parent.pid:  # this is vLLM's engine or a worker, not the server
         die_with_parent(parent.pid)
     setattr(WorkerBase, METHOD, _call)
     if commits_between_steps():
@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def _call(worker: object, **call: object) -> object:
-    # Imported late: vLLM, as it starts, patches the kernels of all loaded modules, and crashes on numba's.
+    # Imported late, because a starting vLLM patches the kernels of all loaded modules and crashes on numba's.
     from delta_weight_sync.vllm.worker import call as answer
 
     return answer(worker, **call)  # type: ignore[arg-type]

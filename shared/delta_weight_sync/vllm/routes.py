@@ -1,15 +1,16 @@
 """Routes: where each checkpoint tensor is in vLLM's parameters, learned from the model's own loader.
 
-vLLM fuses, splits, transposes and renames: `q_proj`, `k_proj` and `v_proj` become rows of one `qkv_proj`, and
-each tensor-parallel rank holds some of these rows. The model's `load_weights` knows how. So it runs once on
-probes, and the copies that it would make are recorded. Probes are tensors without memory ("meta" tensors).
-A dispatch mode sees every operation of the loader's thread and records copies from a probe into the model's
-memory. If the loader writes something there that it computed from a probe, the probe's tensor has no route.
+vLLM fuses, splits, transposes and renames tensors. For example, `q_proj`, `k_proj` and `v_proj` become rows
+of one `qkv_proj`, and each rank (tensor-parallel worker) holds some rows. Only the loader, the model's
+`load_weights`, knows how. So it runs on probes, which are tensors without memory ("meta" tensors). A
+dispatch mode sees every operation of the loader's thread, and records copies from probes into the model. If
+the loader computes with a probe instead of copying it, the probe's tensor has no route.
 
 After loading, vLLM may derive other tensors from the weights, for example for a kernel. Deltas would not
-update those, so such a model is refused. A tensor that has the same bits as before loading is not derived.
-So `install` wraps vLLM's loader and records the tensors before loading, and which parameters change after it.
-Without this record, a tensor counts as derived unless loading fills it or `_NO_WEIGHTS` names it.
+update such tensors, so the model is refused. A tensor that has the same bits as before loading is not
+derived. So `install` wraps vLLM's loaders to record which tensors exist before loading and which parameters
+change after it. Without this record, a tensor counts as derived unless loading fills it or `_NO_WEIGHTS`
+names it.
 """
 
 import math
@@ -119,7 +120,7 @@ def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
     Raises `RouteError` if the model computes with data that deltas would not update.
     """
     recorder, failed = Recorder(model, shapes), dict[str, str]()
-    if recorder.load(shapes):  # load the probes one by one, to find those on which the loader fails
+    if recorder.load(shapes):  # it failed: load the probes one by one, to find the cause
         recorder, touched = Recorder(model, shapes), set[int]()
         for name, shape in shapes.items():
             alone = Recorder(model, {name: shape})
@@ -129,7 +130,7 @@ def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
         if reason := recorder.load([name for name in shapes if name not in failed]):
             raise RouteError(f"vLLM's loader fails on probes ({reason})")
         recorder.unroutable |= failed
-        recorder.reached |= touched  # count as filled: a commit that reloads the failed tensors writes them
+        recorder.reached |= touched  # these count as filled, because a commit may reload them
     for name, parameter in model.named_parameters():
         if parameter.numel() and storage_of(parameter) not in recorder.reached:
             raise RouteError(
@@ -156,7 +157,7 @@ class Recorder(TorchDispatchMode):
         self.unroutable: dict[str, str] = {}  # name -> why the loader does more than copy the tensor
         self.touched: set[int] = set()  # storages of the model that the loader wrote or viewed
         self.reached: set[int] = set()  # storages of the model that loading fills
-        # Storage -> names of the probes that it was made from, and by what operation ("": by copies only).
+        # Storage -> names of the probes it was made from, and the operation that made it ("": only copies).
         self._origin: dict[int, tuple[Names, str]] = {
             storage_of(probe): ((name,), "") for name, probe in self._probes.items()
         }
@@ -210,7 +211,7 @@ class Recorder(TorchDispatchMode):
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
-        """Refuse tensors whose copies this write overlaps. `RouteError` if two tensors are in one place."""
+        """Remove routes under a fill or a repeated copy. Another tensor's copy (`by`) is a `RouteError`."""
         for tensor in written:
             numel, part = tensor.untyped_storage().nbytes() // tensor.element_size(), part_of(tensor)
             for name, earlier in self._placed.get(storage_of(tensor), ()):
@@ -224,7 +225,7 @@ class Recorder(TorchDispatchMode):
     def _follow(self, func: Any, args: Any, kwargs: Any, names: Names, how: str) -> Any:
         """Run, on meta tensors, an operation that reads a probe and does not write to the model."""
         if func in _MOVES and kwargs.get("dtype") in (None, args[0].dtype, *_EXACT):
-            return args[0]  # stands for a copy, which has the same numbers
+            return args[0]  # the original stands for its copy, which has the same numbers
         if func is _ATEN._local_scalar_dense.default:
             self._refuse(names, "reads its values")
             return 0
@@ -295,13 +296,13 @@ class Piece:
     """
 
     memory: torch.Tensor
-    source: Geometry  # of the part in the row-major checkpoint tensor
-    target: Geometry  # of the same elements in `memory`, with the same dimensions
+    source: Geometry  # where the part lies in the row-major checkpoint tensor
+    target: Geometry  # where the same elements lie in `memory`, in the same dimensions
 
 
 @dataclass(frozen=True)
 class Route:
-    """All pieces of one checkpoint tensor on this rank: none if it is on other ranks, several if split."""
+    """All pieces of one checkpoint tensor on this rank: none if other ranks hold it, several if split."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -323,7 +324,7 @@ class Route:
 
 
 Sources = dict[str, tuple[Geometry, ...] | str]
-"""What one rank holds: name -> its parts, or why there is no route. Plain data, sent to other ranks."""
+"""What one rank holds: name -> the tensor's parts, or why it has no route. Sent to other ranks."""
 
 
 class Learned(NamedTuple):
@@ -353,9 +354,8 @@ def ownership(
 ) -> tuple[list[dict[str, tuple[int, ...]]], dict[str, str]]:
     """Decide which pieces each rank adds to the digest, so that every element counts once.
 
-    Returns for each rank {name: indices of its pieces}, and {name: reason} of the tensors without a route. If
-    several ranks hold equal parts, the first one counts. Raises `RouteError` if unequal parts overlap, or if
-    the parts do not cover a tensor.
+    Returns for each rank {name: indices of pieces}, then {name: reason} for tensors without a route. If ranks
+    hold equal parts, the first rank counts. Raises `RouteError` if unequal parts overlap or some are missing.
     """
     owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
     unroutable: dict[str, str] = {}
@@ -366,7 +366,7 @@ def ownership(
             reasons = (each for each in held if isinstance(each, str))
             unroutable[name] = next(reasons, "vLLM's loader drops it")
             continue
-        first: dict[Geometry, tuple[int, int]] = {}  # part -> its first rank, and its index there
+        first: dict[Geometry, tuple[int, int]] = {}  # part -> the first rank with it, and its index there
         for rank, theirs in enumerate(parts):
             for number, part in enumerate(theirs):
                 first.setdefault(part, (rank, number))
@@ -398,7 +398,7 @@ Bits = tuple[torch.Size, int]
 
 # What a model held before loading: path -> (tensor, its bits). The tensor is kept, so its id is not reused.
 _before: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[torch.Tensor, Bits]]] = WeakKeyDictionary()
-# Name of a parameter that changed in the steps after loading.
+# The name of a parameter that vLLM changed after loading, or "".
 _changed: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
 
@@ -457,8 +457,8 @@ def stale(model: torch.nn.Module, filled: set[int]) -> str:
 def floating(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) for every floating-point tensor that a model holds.
 
-    Searches all attributes of its modules, and plain objects, lists and dictionaries in them, `_DEPTH` levels
-    deep.
+    Searches all attributes of the model's modules, and the plain objects, lists and dictionaries in them,
+    `_DEPTH` levels deep.
     """
     queue = deque((path, vars(module), 0) for path, module in model.named_modules())
     met: set[int] = set()  # the search is breadth first, so each object gets its shortest path
@@ -487,12 +487,12 @@ def _parameters(model: torch.nn.Module) -> dict[str, Bits]:
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """The shape and a hash of a tensor; equal for two tensors on one device if their bits are equal."""
+    """The shape and a hash of a tensor. On one device, tensors with equal bits have equal hashes."""
     flat = tensor.detach().reshape(-1).contiguous()
     wide = flat.view(torch.int16) if flat.element_size() > 1 else flat.view(torch.uint8).to(torch.int16)
     if not flat.is_cpu:
         return tensor.shape, 0 if flat.is_meta else hashed(wide)
-    # Imported late: vLLM, as it starts, patches the kernels of all loaded modules, and crashes on numba's.
+    # Imported late, because a starting vLLM patches the kernels of all loaded modules and crashes on numba's.
     from delta_weight_sync.digest import tensor_digest
 
     return tensor.shape, tensor_digest("", wide.numpy().view("uint16"))

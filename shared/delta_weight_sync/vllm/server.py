@@ -1,4 +1,4 @@
-"""The `vllm.endpoint_plugins` entry point: runs the follower, with its routes, in vLLM's own API server.
+"""The `vllm.endpoint_plugins` entry point: runs the follower and its HTTP routes in vLLM's own API server.
 
     VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=hf://buckets/me/wordle#first vllm serve MODEL
 
@@ -7,8 +7,8 @@
     POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
     POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
 
-The last two lines exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs it, too. If a setting is
-wrong, vLLM ends with one sentence before it loads its engine. Later errors are in the status and in the log.
+The routes with a header exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs the key, too. If a
+setting is wrong, vLLM ends with one sentence before it loads its engine. Later errors are in status and log.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ class Settings(BaseModel):
 
     run: str  # hf://buckets/<owner>/<name>#<run>; without #<run> the only run of the bucket
     name: str = Field(default_factory=socket.gethostname)  # the replica's name on the dashboard
-    key: str = Field("", repr=False)  # for the routes that control the follower; empty: no such routes
-    public_key: str = ""  # refuse versions that this key did not sign; see `signing`
+    key: str = Field("", repr=False)  # for the HTTP routes that control the follower; if empty, none exist
+    public_key: str = ""  # refuse versions that none of these keys signed; see `signing`
     signing_key: str = Field("", repr=False)  # must be empty, because it is the trainer's secret
-    poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD
-    pause: bool = False  # commit while vLLM is paused by its own calls, not between two of its steps
+    poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD without notifications
+    pause: bool = False  # pause vLLM for each commit, instead of committing between two steps
     strict: bool = False  # turn warnings about the release of vLLM into errors; see `compat`
     folder: str = ""  # scratch space for one or two checkpoints; empty: a temporary folder
 
@@ -77,7 +77,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     except ValidationError as error:
         known = {"missing": "not set", "extra_forbidden": "there is no such variable"}
         found: dict[str, str] = {}
-        for problem in error.errors():  # without the value, which may be a secret
+        for problem in error.errors():  # do not quote the value, which may be a secret
             said = problem["msg"].removeprefix("Value error, ").lower()
             found[f"{PREFIX}{str(problem['loc'][0]).upper()}"] = known.get(problem["type"], said)
         raise SettingsError(found) from None
@@ -99,7 +99,7 @@ class Endpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the version headers, and if there is a run to follow, the routes."""
+        """Add the version headers, and if there is a run to follow, the HTTP routes."""
         from delta_weight_sync.vllm._version_headers import version_headers  # imports vLLM
 
         app.add_middleware(
@@ -131,7 +131,7 @@ class Endpoint:
         )
         state.follower.start()
         gc.collect()
-        gc.freeze()  # without it, each look for garbage goes through all imports, for half a second
+        gc.freeze()  # else each garbage collection visits all imports, for half a second
 
 
 async def _follower(request: Request) -> Follower:
@@ -157,7 +157,7 @@ def _router(key: str) -> APIRouter:
         """Return version, digest and state, and the commits of versions after `after`."""
         return follower.report(after)
 
-    # After the first few, any number of pokes causes one look per poll interval. But all replicas of a Hub
+    # However many pokes come, after the first few they cause one poll per interval. But all replicas of a Hub
     # account share one request quota, so pokes need the key if there is one.
     @router.post("/poke", dependencies=owner.dependencies if key else [])
     async def poke(follower: _Running) -> None:

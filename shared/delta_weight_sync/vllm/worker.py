@@ -4,29 +4,30 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
 
     delta_weight_sync(op="warm")                               -> {"done"}    begins to compile, in a thread
     delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
-    delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins, in a thread
+    delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins to stage, in a thread
     delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, from any live weights
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "live_at"}
 
-Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging computes the
-digest that the changes lead to. A commit whose digest would be wrong writes nothing. A commit that fails on
-any worker is undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was
-under way; it is not part of `commit_s`, or of the pause that `_step_commit` measures. `live_at` is the unix
-time of this host at which all workers had written.
+Answers are plain data, as in all messages of vLLM. {"error", "kind"} reports a failure. Staging computes the
+digest that the changes lead to. If this digest is wrong, the commit writes nothing. A commit that fails on
+any worker is undone bit for bit on all workers. `waited_s` is how long a commit waited for the step that was
+under way; neither `commit_s` nor the pause that `_step_commit` measures contains this time. `live_at` is the
+moment at which all workers had written, as this host's unix time.
 
-A commit reads back what it wrote through routes. To notice other code that writes to the live parameters, a
-worker hashes them again: on a GPU all of them at each stage, on a CPU slice by slice, all within `RECHECK_S`.
-If a hash differs, a stage is refused, and the follower repairs the weights by a join.
+A commit reads back what it wrote in place. To notice other code that writes to the live parameters, a worker
+hashes these parameters again: on a GPU all at each stage, on a CPU slice by slice within `RECHECK_S`. If a
+hash differs, the next stage is refused, and the follower repairs the weights by a join.
 
 A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
-patch such a tensor in place. So a commit that changes one of them loads all of them by vLLM's own loader,
-from a copy on the host.
+patch such a tensor in place. So if a commit changes one such tensor, it loads all such tensors by vLLM's own
+loader, from a copy on the host.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -45,7 +47,9 @@ from huggingface_hub import snapshot_download
 
 from delta_weight_sync import checkpoint, codec, errors
 from delta_weight_sync.codec import Bits, Patch
+from delta_weight_sync.codec._patch import cut
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.util import swap
 from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Step, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
@@ -55,7 +59,8 @@ if TYPE_CHECKING:
 
 _TIMEOUT = timedelta(seconds=120)
 RECHECK_S = 60.0  # time in which all parameters on a CPU are hashed again
-_BATCH = 1 << 25  # elements compared with a checkpoint at a time; a batch may hold up to twice this
+_MANY = 1 << 20  # from this number of changes on, workers share the decoding (encoding `fast`)
+_BATCH = 1 << 25  # elements of a batch that is compared with a checkpoint; some batches have up to twice this
 _log = logging.getLogger("delta_weight_sync")
 
 Answer = dict[str, Any]
@@ -65,20 +70,36 @@ Memory: TypeAlias = "HostMemory | DeviceMemory"
 class Ranks:
     """The workers of an engine, seen from one of them. All must construct their `Ranks` at the same time.
 
-    Staging runs in a thread next to vLLM's own collectives, so it has its own process group, on the host.
+    Staging runs in a thread next to vLLM's own collectives, so staging needs its own process group.
     """
 
     def __init__(self, world_size: int) -> None:
         self.size = world_size
         self.rank = dist.get_rank() if world_size > 1 else 0
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world_size > 1 else None
+        self._near, hosts = self._group, self.gather(socket.gethostname())
+        if len(by_host := [[i for i in range(world_size) if hosts[i] == host] for host in {*hosts}]) > 1:
+            self._near, _ = dist.new_subgroups_by_enumeration(
+                sorted(by_host), timeout=_TIMEOUT, backend="gloo"
+            )
+        # The workers on this host, including this worker, and this worker's place among them.
+        self.near = next(ranks for ranks in by_host if self.rank in ranks)
+        self.place = self.near.index(self.rank)
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Return `mine` of every worker, by rank; it must be plain data."""
-        everyone = [mine] * self.size
-        if self._group is not None:
-            dist.all_gather_object(everyone, mine, group=self._group)
+    def gather(self, mine: Any, *, near: bool = False) -> list[Any]:
+        """Return `mine` (plain data) of every worker, by rank. With `near`, only on this host."""
+        group, size = (self._near, len(self.near)) if near else (self._group, self.size)
+        everyone = [mine] * size
+        if group is not None:
+            dist.all_gather_object(everyone, mine, group=group)
         return everyone
+
+    def swap(self, found: Sequence[Changes]) -> Changes:
+        """Send `found[i]` to the i-th worker in `near`. Returns all changes that this worker was sent."""
+        sizes = self.gather([(c.rows.size, c.element.size) for c in found], near=True)
+        coming = [sent[self.place] for sent in sizes]
+        columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)  # which size: 0 rows, 1 changes
+        return Changes(*(swap(each, [size[which] for size in coming], self._near) for each, which in columns))
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """Join all workers' parts (int16) on the host. Each element is zero on all workers but one."""
@@ -99,7 +120,7 @@ class Ranks:
         self.agree(None)
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise `WorkerError` on every worker without an `error` if any worker has one."""
+        """If any worker has an `error`, raise `WorkerError` on all workers that have none."""
         reasons = self.gather(_sentence(error) if error else None)
         found = [f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason]
         if error is None and found:
@@ -109,11 +130,11 @@ class Ranks:
 class Fallback:
     """The host's copy of all tensors without a route; the same on every rank.
 
-    `bits`: checkpoint name -> the current tensor, in its own shape. Only a staged `Step` changes it.
+    `bits`: checkpoint name -> the current tensor, in its own shape. Only a staged `Step` changes `bits`.
     """
 
     def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
-        """Prove that reloading works: load `bits`, which vLLM has loaded already, into its `model` again.
+        """Prove that reloading works: load `bits`, which vLLM has loaded already, into `model` again.
 
         Raises `RouteError` if that fails or changes the model. The model is then damaged: do not serve it.
         """
@@ -129,11 +150,11 @@ class Fallback:
             raise errors.RouteError(f"loading {names} again changed {changed[0]}: serve another model")
 
     def digest(self) -> int:
-        """The share of these tensors in the digest: to be added once, not for each rank."""
+        """The share of these tensors in the digest. Add this share once, not for each rank."""
         return state_digest(self.bits)
 
     def stage(self, patches: Sequence[Patch]) -> tuple[Step, int]:
-        """The step that loads the patched tensors, and the change of the digest, to be added once as well."""
+        """Return the step that loads the patched tensors, and the change of the digest (add it once, too)."""
         old = {patch.name: self.bits[patch.name] for patch in patches}
         new = {name: bits.copy() for name, bits in old.items()}
         for patch in patches:
@@ -141,14 +162,14 @@ class Fallback:
         return Step(lambda: self._write(new), lambda: self._write(old)), state_digest(new) - state_digest(old)
 
     def _write(self, tensors: Mapping[str, Bits]) -> tuple[int, float]:
-        """Replace `tensors` in the copy and load all of it. The loader computes, so nothing is read back."""
+        """Replace `tensors` in the copy and load all of the copy. Computed weights are not read back."""
         self.bits |= tensors
         if tensors:
             self._load()
         return 0, 0.0
 
     def _load(self) -> None:
-        """Load all tensors in one call, because a loader may combine several. It may change what it gets."""
+        """Load copies of all tensors in one call, because a loader may combine or change them."""
         tensors = ((name, torch.from_numpy(bits.copy())) for name, bits in self.bits.items())
         with torch.no_grad():
             self._model.load_weights((name, bits.view(torch.bfloat16)) for name, bits in tensors)  # type: ignore[operator]
@@ -160,7 +181,7 @@ class Fallback:
 
 
 class Staged(NamedTuple):
-    """A commit that is ready. `digest`: of the live parameters after all `steps`."""
+    """A commit that is ready. `digest` is that of the live parameters after all `steps`."""
 
     digest: int = 0
     steps: Sequence[Step] = ()
@@ -176,13 +197,13 @@ class LiveWeights:
         self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
         kept = {name: bits.shape for name, bits in fallback.bits.items()}
         self.shapes = {name: routes[name].shape for name in owned} | kept
-        # The tensors of which this worker holds a part: under pipeline or expert parallelism not all.
-        self._held = {name for name in owned if routes[name].pieces} | kept.keys()
-        self._table = Table(routes, owned)
+        self._table = own = Table(routes, owned)
+        everyone = ranks.gather((own.rows, own.starts))
+        self._tables = [own.of_worker(*everyone[rank]) for rank in ranks.near]
         self.memory = memory_of(self._table)
 
     def digest(self, *, known: bool = False) -> int:
-        """Digest of the live parameters of all workers. `known`: as in `known_digest`."""
+        """Digest of the live parameters of all workers. With `known`, it is the `known_digest`."""
         mine = self.memory.known_digest() if known else self.memory.digest()
         return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
 
@@ -202,18 +223,26 @@ class LiveWeights:
             raise errors.WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
-        with self._ranks.fail_together():  # workers may decode different groups
+        ranks, kept = self._ranks, self._fallback.bits
+        with ranks.fail_together():
             deltas = [codec.Delta(path) for path in paths]
-            decoded = [*codec.merged(deltas, self.shapes, self.bits, self._held)]
-        kept = self._fallback.bits
-        reloaded = (
-            [p for part in decoded for p in part.patches(self.shapes) if p.name in kept] if kept else []
-        )
-        return self._staged(memory.find(decoded, self._table), reloaded, live)
+            # Decoded changes are five times as large as the file. So workers exchange them only within a
+            # host, and only if there are many. If decoding needs old bits, each worker decodes everything.
+            whole = len({d.version for d in deltas}) > 1 or any(d.reads_old for d in deltas)
+            divided = not whole and sum(delta.changes for delta in deltas) >= _MANY
+            tables = self._tables if divided else [self._table]  # of the workers that decode together
+            share = ranks.place % len(tables), len(tables)
+            decoded = [*codec.merged(deltas, self.shapes, self.bits, share)]
+            found = memory.find(decoded, tables)
+        reloaded = [p for part in decoded if kept for p in part.patches(self.shapes) if p.name in kept]
+        if len(tables) > 1:
+            found = [ranks.swap(found)]
+            reloaded = [*chain(*ranks.gather(reloaded, near=True))] if kept else []
+        return self._staged(found, reloaded, live)
 
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
-        # Writable, although nothing is written: numba would compile its kernels again for read-only arrays.
+        # "r+", although nothing is written, because numba would compile kernels again for read-only arrays.
         wanted = checkpoint.map_folder(folder, "r+")
         patches = (codec.diff(name, bits, wanted[name]) for name, bits in self._fallback.bits.items())
         reloaded = [patch for patch in patches if patch.index.size]
@@ -222,7 +251,7 @@ class LiveWeights:
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Changes]:
         """Differences between this worker's parameters and a checkpoint, by batches of table rows."""
         names = np.repeat([*self._table.number], np.diff(self._table.starts[:-1])).tolist()
-        blocks = memory.cut(self._table.parts, _BATCH)
+        blocks = cut(self._table.parts, _BATCH)
         batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
         for batch in np.split(blocks, batches):
             live = self.memory.read(batch)
@@ -249,7 +278,7 @@ def memory_of(table: Table) -> Memory:
 
 
 def warm_up(device: torch.device) -> Staged:
-    """Compile all kernels of a replica, by using them on a tensor of its own with tiles of both kinds."""
+    """Compile all kernels of a replica on a small tensor, which has a whole tile and a rest."""
     whole = Geometry(0, (9001,), (1,))
     piece = Piece(torch.zeros(whole.sizes, dtype=torch.int16, device=device), whole, whole)
     live = memory_of(Table({"w": Route(whole.sizes, (piece,))}, {"w": (0,)}))
@@ -307,7 +336,7 @@ class DeltaWorker:
         self._rechecks: Thread | None = None
 
     def warm(self) -> Answer:
-        """Begin to compile the kernels while vLLM generates; otherwise `learn` would, while vLLM waits."""
+        """Begin to compile the kernels while vLLM generates; `learn` would compile them while vLLM waits."""
         return self._begin("warm", partial(warm_up, next(self._model.parameters()).device))
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
@@ -355,7 +384,7 @@ class DeltaWorker:
 
     @torch.no_grad()
     def commit(self, digest: str, label: str) -> Answer:
-        """Write the staged changes if they lead to `digest`. Only `_step_commit` uses `label`."""
+        """Write the staged changes if they lead to `digest`. `label` is for `_step_commit`, unused here."""
         started = time.perf_counter()
         staged, self._staged = self._staged, Staged()
         if to_hex(staged.digest) != digest:
@@ -372,7 +401,7 @@ def _recheck(of: weakref.ref[DeltaWorker]) -> None:
     while worker := of():
         worker.weights.memory.recheck()
         del worker
-        # The other tenth of the time is for hashing, and for repeating slices that a commit disturbed.
+        # The rest of the time is for hashing, and for repeating slices that a commit disturbed.
         time.sleep(0.9 * RECHECK_S / memory.SLICES)
 
 
@@ -394,7 +423,7 @@ def _unsupported(config: Any) -> str:
 
 
 def call(worker: Any, op: str, **arguments: Any) -> Answer:
-    """The method that the plugin adds to vLLM's worker class; it answers with an error, never raises one."""
+    """The method that the plugin adds to vLLM's worker class; it returns errors as answers."""
     try:
         if op in ("warm", "learn") and not hasattr(worker, "_delta_worker"):
             worker._delta_worker = DeltaWorker(worker)

@@ -17,8 +17,8 @@ from playwright.sync_api import Page, expect
 from starlette.testclient import TestClient
 
 from delta_weight_sync.store import open_bucket
-from inference_space.dashboard import owner
-from inference_space.dashboard.owner import Owner
+from inference_space.dashboard import page
+from inference_space.dashboard.page import Owner
 from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard, mounted
 from tests.support.serving import serving
 from tests.support.waiting import soon
@@ -62,13 +62,13 @@ def test_who_is_the_owner(given: Owner, key: str, login: str, allowed: bool) -> 
 def test_a_missing_login_setting_is_named(
     monkeypatch: pytest.MonkeyPatch, set_to: dict[str, str], why: str
 ) -> None:
-    for name in ("SYSTEM", "SPACE_ID", *owner._LOGIN_SETTINGS):
+    for name in ("SYSTEM", "SPACE_ID", *page._LOGIN_SETTINGS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SPACE_AUTHOR_NAME", "ada")
     for name, value in set_to.items():
         monkeypatch.setenv(name, value)
-    assert why in owner.login_problem()
-    assert owner.space_author() == ""
+    assert why in page.login_problem()
+    assert page.space_author() == ""
 
 
 @pytest.mark.full

@@ -21,8 +21,7 @@ from inference_space.dashboard import page as page_module
 from inference_space.dashboard import views
 from inference_space.dashboard.__main__ import main
 from inference_space.dashboard.data import RunView
-from inference_space.dashboard.owner import Owner, guarded
-from inference_space.dashboard.page import first_paint, insert, render
+from inference_space.dashboard.page import Owner, first_paint, guarded, insert, render
 from inference_space.dashboard.state import Progress
 from inference_space.dashboard.views import OpenedDelta, inside
 from inference_space.settings import SETUP

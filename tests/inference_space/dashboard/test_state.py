@@ -1,6 +1,7 @@
 """Events add up to exactly the figures that were written, and are drawn."""
 
 import math
+import re
 import threading
 from collections.abc import Iterator
 
@@ -47,15 +48,18 @@ def test_nothing_is_shown_before_the_first_version() -> None:
 
 
 def test_the_start_names_what_is_under_way_until_the_first_step() -> None:
-    def start(*more: Event) -> list[tuple[str, float | None]]:
+    def start(*more: Event) -> list[str]:
         events.extend(more)
-        return [(stage.note, stage.done_t) for stage in folded(*events).start()]
+        state = folded(*events)
+        page = render(RunView("b", "r", progress=state.progress(), read=True, start=state.start()))
+        return re.findall("<strong>[VRF].*?</strong><span>(.*?)</span>", page)
 
     events: list[Event] = []
-    assert start(status("r", None, state="waiting"))[1] == ("r: waiting", None)
-    assert start(sync(0, 1100, t=4.0))[:2] == [("published, 1 KB", 4.0), ("r: waiting", None)]
-    assert start(commit("r", 0))[1] == ("1 of 1 serving", 1.0)
-    assert start(GAMES)[2] == ("8 taken by the trainer, the newest below", 9.0)
+    assert start(status("r", None, state="waiting"))[1] == "r: waiting"
+    assert start(sync(0, 1100, t=4.0))[:2] == ["published, 1 KB", "r: waiting"]
+    assert start(commit("r", 0))[1] == "1 of 1 serving"
+    assert start(GAMES)[2] == "8 taken by the trainer, the newest below"
+    assert folded(*events).start()[:3] == (4.0, 1.0, 9.0)
     assert not folded(*events, sync(1, 10)).start(), "a trainer need not log its steps"
     assert not start(rewards())
 
@@ -250,7 +254,7 @@ def test_looking_back_reads_nothing_of_the_log_again(
     bucket: CountedBucket, cache: RunCache, view: RunView
 ) -> None:
     before = bucket.asked["get"]
-    pages = {one: body(cache.at(one, lambda versions: {})) for one in moments(VERSIONS)[:-1]}
+    pages = {one: body(cache.state.at(one, lambda versions: {})) for one in moments(VERSIONS)[:-1]}
     assert bucket.asked["get"] == before
     assert 1 < len(pages) <= FRAMES
     assert all(f"v{one} serving on 3/3 replicas" in page for one, page in pages.items() if one)

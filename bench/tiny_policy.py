@@ -1,7 +1,4 @@
-"""A random Qwen3 of a few hundred kilobytes, to try the other examples without a download or a GPU.
-
-python examples/tiny_policy.py policy
-"""
+"""A random Qwen3 of a few hundred kilobytes, for tests: `python bench/tiny_policy.py FOLDER`."""
 
 import sys
 from pathlib import Path
