@@ -28,7 +28,7 @@ _RATES = 2  # metrics that `StepRecorder` adds
 
 
 class StepRecorder(TrainerCallback):
-    """Writes TRL's metrics into the log, and a group of rollouts at most every few seconds, even before step 1.
+    """Writes TRL's metrics to the log, and a group of rollouts at most every few seconds, also before step 1.
 
     A recorder takes the place of TRL's queue of samples, so that it sees the groups and counts the games.
     """

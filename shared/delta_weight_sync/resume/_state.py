@@ -70,8 +70,8 @@ class StateSaver:
         self.failure: Exception | None = None  # why the newest upload failed
 
     def ready(self, *, final: bool) -> bool:
-        """Whether a snapshot may be saved now. Unless `final` is set or `every_s` is 0, it waits `every_s` and
-        ten times the last upload's duration, both counted from the start of that upload."""
+        """Whether a snapshot may be saved now. Unless `final` is set or `every_s` is 0, it waits `every_s`
+        and ten times the last upload's duration, both counted from the start of that upload."""
         return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
