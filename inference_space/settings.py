@@ -31,7 +31,7 @@ class Settings(SpaceSettings):
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    # Opens inference, pokes, controls. Empty: the first two are open; on the Hub, this needs OPEN_INFERENCE.
+    # Key to inference, pokes and controls. "" opens the first two (on the Hub, only with OPEN_INFERENCE).
     key: HeaderText = Field("", repr=False)
     open_inference: bool = False  # inference and pokes need no key
     max_requests: int | None = Field(None, ge=1)  # concurrent completions; None: 4 * max_num_seqs

@@ -28,7 +28,7 @@ _RATES = 2  # metrics that `StepRecorder` adds
 
 
 class StepRecorder(TrainerCallback):
-    """Writes TRL's metrics into the log and, every few seconds, a group of rollouts, even before step 1.
+    """Writes TRL's metrics to the log, and a group of rollouts at most every few seconds, also before step 1.
 
     A recorder takes the place of TRL's queue of samples, so that it sees the groups and counts the games.
     """
@@ -187,7 +187,7 @@ class Pokes:
         self._last: dict[str, Future[None]] = {}
 
     def send(self, _: object = None) -> None:
-        """Poke every replica, without waiting. Behind a poke that is under way, at most one more waits."""
+        """Poke every replica in the background. At most one poke of a replica is queued."""
         for url in self._fleet.urls():
             last = self._last.get(url)
             if last is None or last.running() or last.done():

@@ -51,8 +51,8 @@ class Restore(TrainerCallback):
 
 
 class SaveState(TrainerCallback):
-    """Saves the trainer's state after the first sync of a run, at the end, and in between once both `every`
-    syncs and the publisher's `state_minutes` have passed since the last saved state.
+    """Saves the trainer's state after the first sync of a run and at the end. Other states wait until both
+    `every` syncs and the publisher's `state_minutes` (longer after a slow upload) have passed since the last.
 
     A state belongs to a version, so steps after the last sync are published before the last state is saved.
     """
@@ -103,7 +103,7 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Save the state of the last sync, unless it is saved. `final`: even right after another state."""
+        """Save the state of the last sync, unless it is saved. `final`: do not wait for `state_minutes`."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}

@@ -54,7 +54,7 @@ class PublicKeys:
 
     def __init__(self, text: str = "") -> None:
         words = [word.strip() for word in text.split(",") if word.strip()]
-        words = words or [text] * bool(text)  # "," (two unset variables) is an error, not "no keys"
+        words = words or [text] * bool(text)  # "," ("$A,$B", both unset) is an error, not "no keys"
         self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in words}
 
     @classmethod

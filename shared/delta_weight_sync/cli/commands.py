@@ -308,7 +308,7 @@ def _bisect(arguments: Arguments) -> None:
     COMMAND runs about log2(number of versions) times. Without --bad, the newest version is judged first and
     must be bad. Then, without --good, the oldest version is judged and must be good.
     """
-    if "{path}" not in arguments.eval and "{version}" not in arguments.eval:
+    if not any(word in arguments.eval for word in ("{path}", "{version}", "{digest}")):
         raise CommandError("--eval gives the same result for all versions: use {path} or {version} in it")
     reader, verdicts = _opened(arguments), dict[int, bool | None]()  # version -> good, bad, or unknown
     good, bad = arguments.good, arguments.bad
@@ -421,8 +421,8 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _gc(arguments: Arguments) -> None:
     """The oldest versions are deleted first. These stay: all files that the newest version's manifest names;
-    objects written in the hour before the run's newest object, and all files that a manifest among them
-    names; the version of the oldest saved trainer state, and all later versions; HEADs, states, log and
+    objects up to an hour older than the run's newest object, and all files that such a manifest names;
+    the version of the oldest saved trainer state, and all later versions; HEADs, states, log and
     run.json. So you can run the command while a trainer and replicas use the run. A deleted version can no
     longer be checked out, pinned or verified.
 

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     latency = "time that each request to the Hub takes in addition to its bytes (default: 100ms)"
     add("--latency", type=seconds, default=Question.latency, help=latency)
     add("--encoding", choices=(*cost.ENCODE,), default="fast", help="encoding of deltas (default: fast)")
-    kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
+    kinds = "fp32: fp32 master weights (default); fp32-start: the same, first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
     add("--ranks", type=_positive, help="ranks of the trainer (default: as many as its memory needs)")
     add("--workers", type=_positive, help="workers of each replica (default: as many as its memory needs)")
@@ -70,7 +70,6 @@ def _assumptions(plan: Plan) -> list[str]:
     """What the prediction rests on, as sentences."""
     asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
     gpu, ranks = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB", plan.trainer_ranks
-    polls = cost.WINDOW_S / POLL_S
     machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
     parts, taken = min(ranks, MAX_PARTS), plan.taken_requests
     made = cost.PUBLISHING["all"] + (parts if parts > 1 else 0) * cost.PUBLISHING_PART["all"]
@@ -83,7 +82,7 @@ each machine has a link of {size_text(asked.link)}/s, and the store serves all o
 the publisher makes {made} requests per version, {plan.uploads} of them in sequence
 each replica polls HEAD, then makes {taken} requests per version; {plan.fetches} in sequence, poll included
 a request takes {time_text(asked.latency)} in addition to its bytes
-request counts assume that the Hub announces versions; times assume {polls:.0f} polls by a replica in 5 min
+request counts assume that the Hub announces versions; times assume that a replica polls every {POLL_S:.0f} s
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
@@ -108,7 +107,7 @@ def _table(plan: Plan) -> str:
     elif plan.published_hour > 1.005 * plan.replica_versions_hour:
         pace = "each replica falls behind and takes several deltas together"
     ratio = plan.egress_hour / plan.stored_hour
-    no_price = ", and has no price for more" if ratio > cost.EGRESS_RATIO else ""
+    no_price = ", and publishes no price for more" if ratio > cost.EGRESS_RATIO else ""
     included = f"the Hub includes {cost.EGRESS_RATIO:.0f} times{no_price}"
     spaces = f"none|no Space has {size(cost.REPLICA_BYTES * asked.params)} of GPU memory"
     if plan.replicas_usd_hour is not None:
@@ -143,7 +142,7 @@ total, before staging|{time(plan.join_s)}|at most {time(plan.join_worst_s)}
 storage and money
 bucket grows by|{size(plan.stored_hour)}/h|nothing is deleted unless you ask for it
 trainer states|{size(plan.states_hour)}/h|in addition; two stay, {size(plan.state)} each
-copy a trainer state|{time(plan.copy_state_s)}|training waits; every {cost.STATE_MINUTES:.0f} minutes at most
+copy a trainer state|{time(plan.copy_state_s)}|training waits; at most every {cost.STATE_MINUTES:.0f} minutes
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}

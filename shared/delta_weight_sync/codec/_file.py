@@ -90,7 +90,7 @@ class Delta:
         """Yield the changes, one group of tensors at a time, without a Python step for each tensor.
 
         Memory is bounded for any file: at most 64 bytes per byte of the file and 16 per element of the model.
-        Of these 16 bytes, a yielded change takes 10 (position 8, ULPs 2); decoding needs the rest meanwhile.
+        The yielded changes take 10 of these 16 (position 8, ULPs 2); decoding takes the rest while it runs.
 
         Args:
             shapes: Shapes of the model's tensors. A file with other shapes is refused before decoding.
@@ -123,7 +123,7 @@ class Delta:
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
 
     def _read_table(self, text: str) -> None:
-        """Read and check the table. A group that has reached `GROUP_ELEMENTS` gets no further tensor."""
+        """Read and check the table: no group may go on after `GROUP_ELEMENTS` elements."""
         table = sorted(_TABLE.validate_json(text, strict=True), key=itemgetter(3))
         names, shapes, changes, group = zip(*table, strict=True) if table else ((), (), (), ())
         numels = [*map(math.prod, shapes)]

@@ -65,13 +65,13 @@ class StateSaver:
     ) -> None:
         """Only the main rank has a `writer`."""
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
-        self._every_s, self._next = every_s, 0.0  # seconds from one snapshot to the next; when it is due
+        self._every_s, self._next = every_s, 0.0  # least seconds between snapshots; when the next is due
         self.thread: threading.Thread | None = None  # makes the newest upload
         self.failure: Exception | None = None  # why the newest upload failed
 
     def ready(self, *, final: bool) -> bool:
-        """Whether a snapshot may be saved now. If not `final`, a snapshot waits so long that uploads take at
-        most a tenth of the time (unless `every_s` is 0)."""
+        """Whether a snapshot may be saved now. Unless `final` is set or `every_s` is 0, it waits `every_s`
+        and ten times the last upload's duration, both counted from the start of that upload."""
         return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class StateSaver:
             self._next = started + max(self._every_s, 10 * took)
 
     def _save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
-        # The number in the state's name is the main rank's: TRL counts syncs on that rank only.
+        # The sync in the state's name is the main rank's: TRL counts syncs on that rank only.
         own = (self._outbox.pinned(), sync) if self._peers.main else None
         manifest, sync = self._peers.exchange(own)[0]
         if manifest is None:
@@ -142,8 +142,8 @@ class FoundState:
         size = len(record.ranks)
         for rank in range(peers.rank, size, peers.size):
             self._file(rank)
-        self._own = peers.rank if peers.rank < size else 0  # the saved rank whose random numbers go on here
-        # Then the ranks that probably saved this rank's blocks. Rank 0 also saved whole tensors.
+        self._own = peers.rank if peers.rank < size else 0  # the saved rank that gives the random numbers
+        # Read it, then 0 (it saved whole tensors, too), then the ranks that probably saved these blocks.
         middle = (peers.rank + 0.5) * size / peers.size
         others = sorted(range(size), key=lambda rank: abs(rank + 0.5 - middle))
         self._nearest = [self._own, 0, *others]
@@ -187,7 +187,7 @@ class FoundState:
 def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Path) -> FoundState | None:
     """Find the newest state to resume from, and download it to `folder`.
 
-    Tells `outbox` which syncs the earlier trainer published after that state; if this trainer repeats them
+    Tells `outbox` which syncs the earlier trainer published from that state on; if this trainer repeats them
     exactly, they are not published again. Without a state, returns None, or raises `StateError` if the run
     has versions after version 0. Every rank must call this function.
     """
@@ -238,8 +238,8 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
-    """Return sync -> digest of the versions, from `record` on, that an exact repetition makes again.
-    `later` is newest first. Versions whose syncs a resumed trainer made again are left out."""
+    """Return sync -> digest of what an exact repetition from `record` on publishes. `later` is newest first;
+    a version is left out if a resumed trainer published its sync or an earlier sync again later."""
     line: list[Manifest] = []
     for manifest in later:
         if not line or manifest.sync < line[-1].sync:

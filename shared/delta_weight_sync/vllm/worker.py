@@ -5,7 +5,7 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="warm")                               -> {"done"}    begins to compile, in a thread
     delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins to stage, in a thread
-    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, from any live weights
+    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, for any live weights
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "live_at"}
 
@@ -17,7 +17,7 @@ moment at which all workers had written, as this host's unix time.
 
 A commit reads back what it wrote in place. To notice other code that writes to the live parameters, a worker
 hashes these parameters again: on a GPU all at each stage, on a CPU slice by slice within `RECHECK_S`. If a
-hash differs, the next stage is refused, and the follower repairs the weights by a join.
+hash differs, this stage (on a CPU the next) is refused, and the follower repairs the weights by a join.
 
 A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
 patch such a tensor in place. So if a commit changes one such tensor, it loads all such tensors by vLLM's own
@@ -98,7 +98,7 @@ class Ranks:
         """Send `found[i]` to the i-th worker in `near`. Returns all changes that this worker was sent."""
         sizes = self.gather([(c.rows.size, c.element.size) for c in found], near=True)
         coming = [sent[self.place] for sent in sizes]
-        columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)  # which size: 0 rows, 1 changes
+        columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)  # index into a pair of `sizes`
         return Changes(*(swap(each, [size[which] for size in coming], self._near) for each, which in columns))
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ class LiveWeights:
         self.memory = memory_of(self._table)
 
     def digest(self, *, known: bool = False) -> int:
-        """Digest of the live parameters of all workers. With `known`, it is the `known_digest`."""
+        """Digest of the live parameters of all workers. `known`: without reading them again."""
         mine = self.memory.known_digest() if known else self.memory.digest()
         return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
 
@@ -226,8 +226,8 @@ class LiveWeights:
         ranks, kept = self._ranks, self._fallback.bits
         with ranks.fail_together():
             deltas = [codec.Delta(path) for path in paths]
-            # Decoded changes are five times as large as the file. So workers exchange them only within a
-            # host, and only if there are many. If decoding needs old bits, each worker decodes everything.
+            # Located changes are five times as large as the file. So workers exchange them only within a
+            # host, and decode few changes alone. If decoding needs old bits, each decodes everything.
             whole = len({d.version for d in deltas}) > 1 or any(d.reads_old for d in deltas)
             divided = not whole and sum(delta.changes for delta in deltas) >= _MANY
             tables = self._tables if divided else [self._table]  # of the workers that decode together
@@ -401,7 +401,7 @@ def _recheck(of: weakref.ref[DeltaWorker]) -> None:
     while worker := of():
         worker.weights.memory.recheck()
         del worker
-        # The rest of the time is for hashing, and for repeating slices that a commit disturbed.
+        # The other tenth is for hashing, and for repeating slices that a commit disturbed.
         time.sleep(0.9 * RECHECK_S / memory.SLICES)
 
 
