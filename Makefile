@@ -1,5 +1,5 @@
 # `make demo` runs the whole loop on this machine, and `make test` tests it. While you change something, use
-# `make check`, which takes two to three minutes. `make test-all` also runs the longest tests.
+# `make check`, which takes about two minutes. `make test-all` also runs the longest tests.
 # The first call of a command installs what the command needs in .venv; later calls use the installed packages.
 # Tests always use the CPU builds. On a machine with a GPU, .venv has the GPU builds, so tests use .venv-test.
 

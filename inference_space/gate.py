@@ -204,6 +204,7 @@ class Completions:
 
     context: Callable[[], int | None]  # the model's context in tokens; None while it is not known
     batch: int  # completions that one request may ask for
+    grammars: bool = True  # for clients with the key; False if inference is open and there is no key
 
     @property
     def limit(self) -> int:
@@ -224,9 +225,9 @@ class Completions:
             if name not in INPUTS and isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
                 raise ValueError(f"{name} is too long: send at most {MAX_ENTRIES} entries")
         tools = asked.get("tools") and asked.get("tool_choice") != "none"
-        if client is not None and (tools or any(asked.get(name) for name in GRAMMARS)):
+        if (client is not None or not self.grammars) and (tools or any(map(asked.get, GRAMMARS))):
             without = f"{' and '.join(GRAMMARS)}, and tools unless tool_choice is 'none'"
-            raise ValueError(f"only clients with the key may send {without}: send the Space's REPLICA_KEY")
+            raise ValueError(f"only clients with the key may send {without}: its owner sets REPLICA_KEY")
         stops = asked["stop"] if isinstance(asked.get("stop"), list) else [asked.get("stop")]
         characters = sum(len(text) for text in stops if isinstance(text, str))
         if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:

@@ -91,6 +91,7 @@ def create_app(settings: Settings) -> FastAPI:
     if "SPACE_ID" in os.environ:
         app.add_middleware(SETUP.show_page, problems=lambda: follower.problems)
     capacity = settings.max_requests or 4 * settings.max_num_seqs
+    grammars = bool(settings.key) or not settings.open_inference
     app.add_middleware(
         Gate,
         key=settings.key,
@@ -103,7 +104,7 @@ def create_app(settings: Settings) -> FastAPI:
             "inference": Lane(capacity, settings.request_s),
         },
         readers={
-            "completion": Completions(lambda: vllm.context, min(capacity, settings.max_num_seqs)),
+            "completion": Completions(lambda: vllm.context, min(capacity, settings.max_num_seqs), grammars),
             "event": DashboardCalls(app.state.dashboard_events),
         },
     )

@@ -109,7 +109,6 @@ class Start(NamedTuple):
     served_t: float | None
     played_t: float | None  # the first games
     replicas: tuple[ReplicaEvent, ...]  # do not trust their texts
-    full_bytes: int
     taken: float | None  # samples that the trainer has taken
 
 
@@ -230,7 +229,6 @@ class RunState:
             served_t=min(served) if serving else None,
             played_t=self._played,
             replicas=tuple(known.values()),
-            full_bytes=self.seen.full_bytes,
             taken=self.seen.group.metrics.get("sample/taken", 0.0) if self.seen.group else None,
         )
 

@@ -250,12 +250,11 @@ class Lane:
 
 
 class LogLimit(logging.Filter):
-    """Lets each line of code log `per_minute` records a minute. After some were dropped, the next record of
-    the same line says how many."""
+    """Lets a line of code log at most `per_minute` records in any minute, and says how many were dropped."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._rate, self._dropped = RateLimit(per_minute / 60, per_minute, clock), Counter[str]()
+        self._rate, self._dropped = RateLimit(per_minute / 120, per_minute / 2, clock), Counter[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:
         source = f"{record.pathname}:{record.lineno}"

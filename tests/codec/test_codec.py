@@ -231,3 +231,13 @@ def test_a_delta_of_another_model_is_refused_before_anything_is_read(tmp):
     for model in ({}, {"w": (16,)}, {"v": (4, 4)}):
         with pytest.raises(CodecError, match=r"changes w \[4, 4\], which this model does not have"):
             next(delta.patches(model, old.__getitem__))
+
+
+def test_strided_arrays_are_compared_where_their_elements_are():
+    old = np.arange(400, dtype=np.uint16)
+    new = old.copy()
+    new[[3, 250]] += 1
+    wide = np.zeros(800, np.uint16)
+    wide[::2] = new
+    index, ulps = codec.diff_flat(old, wide[::2])
+    assert (index.tolist(), ulps.tolist()) == ([3, 250], [1, 1])

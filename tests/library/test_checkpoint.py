@@ -13,6 +13,15 @@ from delta_weight_sync.checkpoint import read_bits, shapes_in, to_bits
 from delta_weight_sync.errors import CheckpointError
 
 EVERY_16 = np.arange(1 << 16, dtype=np.uint16)
+UPPER = np.arange(1 << 16, dtype=np.uint32) << 16
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_float32_is_rounded_as_torch_rounds_it_and_every_nan_is_one(low):
+    values = torch.from_numpy((UPPER | np.uint32(low)).view(np.float32))
+    expected = values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).copy()
+    expected[values.isnan().numpy()] = 0x7FC0
+    np.testing.assert_array_equal(to_bits(values), expected)
 
 
 def test_a_checkpoint_of_any_float_is_read_in_its_shapes(tmp_path):

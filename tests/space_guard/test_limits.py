@@ -68,7 +68,7 @@ def record(line: int) -> logging.LogRecord:
 @pytest.mark.finding(10)
 def test_a_flood_of_one_kind_is_dropped_and_counted_and_silences_no_other():
     now = [0.0]
-    limit = LogLimit(3, clock=lambda: now[0])
+    limit = LogLimit(6, clock=lambda: now[0])
     assert [limit.filter(record(1)) for _ in range(1000)] == [True] * 3 + [False] * 997
     assert limit.filter(record(2))
     now[0] = 60.0
@@ -76,3 +76,14 @@ def test_a_flood_of_one_kind_is_dropped_and_counted_and_silences_no_other():
     assert all(map(limit.filter, (other, first, second)))
     said = [each.getMessage() for each in (other, first, second)]
     assert said == ["x", "(997 similar lines were dropped) x", "x"]
+
+
+@pytest.mark.finding(19)
+def test_a_steady_flood_has_no_more_lines_in_a_minute_than_allowed():
+    now = [0.0]
+    limit, logged = LogLimit(60, clock=lambda: now[0]), []
+    for tick in range(1800):
+        now[0] = tick / 10
+        logged += [now[0]] * limit.filter(record(1))
+    assert max(sum(start <= t < start + 60 for t in logged) for start in range(120)) <= 60
+    assert len(logged) > 100

@@ -70,12 +70,12 @@ def diff(name: str, old: Bits, new: Bits) -> Patch:
     """
     if old.shape != new.shape:
         raise CodecError(f"{name}: shape changed from {old.shape} to {new.shape} within a run")
-    index, ulps = diff_flat(np.ascontiguousarray(old).reshape(-1), np.ascontiguousarray(new).reshape(-1))
-    return Patch(name, new.shape, index, ulps)
+    return Patch(name, new.shape, *diff_flat(old.reshape(-1), new.reshape(-1)))
 
 
 def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
     """Compare two flat uint16 arrays, whose first element has position `first`. Return (index, ulps)."""
+    old, new = np.ascontiguousarray(old), np.ascontiguousarray(new)
     _, index, ulps = compare(np.array([[old.ctypes.data, new.ctypes.data, 2, old.size]]), 1)
     return index + first, ulps
 

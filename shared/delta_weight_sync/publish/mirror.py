@@ -132,7 +132,7 @@ class Mirror:
         """Find the changes of parts on the host, with one call of `codec.compare`."""
         rows, kept = [], []
         for part in parts:
-            old, new = self._bits[part.name], part.tensor
+            old, new = self._bits[part.name].cpu(), part.tensor.cpu()
             old = old if part.block.extent == part.block.shape else old[part.block.at].contiguous()
             if new.dtype not in (torch.float32, torch.bfloat16):
                 new = new.float()
@@ -141,7 +141,7 @@ class Mirror:
             rows.append((old.data_ptr(), new.data_ptr(), new.element_size(), new.numel()))
         table = np.array(rows, np.int64).reshape(-1, 4)
         (counts, bad), index, ulps = codec.compare(table, _threads())
-        for number in np.flatnonzero(bad):
+        for number in np.flatnonzero(bad) if self._finite else ():
             self.require_finite(parts[number].name, to_bits(parts[number].tensor))
         ends, patches = counts.cumsum(), []
         for number in np.flatnonzero(counts):
@@ -230,7 +230,8 @@ class Search:
     def add(self, part: Part) -> None:
         """Add a part, and keep its tensor until the part is compared."""
         self._waiting.append(part)
-        self._held += 0 if part.lasting else part.tensor.nbytes
+        direct = part.tensor.dtype in (torch.float32, torch.bfloat16) and part.tensor.is_contiguous()
+        self._held += 0 if part.lasting and direct else 4 * part.tensor.numel()
         if self._held > _HELD:
             self.found()
 

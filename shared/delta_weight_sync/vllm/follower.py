@@ -183,9 +183,8 @@ class Follower:
     def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
         """Serve a version. `held` is the same version if the owner pinned it or paused at it, else None.
 
-        Raises `DeltaWeightSyncError` or `OSError` if that fails. Then the replica usually serves what it
-        served before, or if that was nothing, perhaps an older version. It serves nothing if its weights had
-        changed, or if vLLM was being restarted.
+        Raises `DeltaWeightSyncError` or `OSError` if that fails. Then the replica serves what it served
+        before (or an older version); nothing if its weights had changed or vLLM was being restarted.
         """
         if self.serving is None and not held:
             self._reader.try_older(manifest, self._join)  # an older version is better than none
@@ -250,7 +249,9 @@ class Follower:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
+            self._healing &= first or error.kind not in _REFUSALS  # if refused, go back to deltas
             raise
+        self._joining.reset()
         for ref in manifest.anchor.weights:
             (folder / ref.name).unlink()  # the weights are live now
         self._serve(manifest, fetch_s, *times, joined=True)
