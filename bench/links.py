@@ -27,7 +27,7 @@ def run(results: Results) -> dict[str, Any]:
         "bytes": {way: sync[1] for way, sync in syncs.items()},
         "crossovers_mb_s": {
             f"{a} | {b}": crossover(syncs[a], syncs[b])
-            for a, b in (("small", "fast"), ("fast", "original layout"), ("fast", "by others"))
+            for a, b in (("small", "fast"), ("fast", "original layout"), ("fast", "others' way"))
         },
     }
 
@@ -47,7 +47,7 @@ def parts(results: Results) -> dict[str, Sync]:
     }
     others = median["publish by others bf16"] + median["receive by others"]
     whole = median["publish whole"] + median["receive whole"]
-    return ways | {"by others": (others, sizes["original"]), "whole model": (whole, sizes["full"])}
+    return ways | {"others' way": (others, sizes["original"]), "whole model": (whole, sizes["full"])}
 
 
 def time(sync: Sync, link: float) -> float:

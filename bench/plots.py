@@ -31,7 +31,7 @@ _COLOURS = {
     "fast": "#0969da",
     "gap_zstd": "#bf8700",
     "bitmask_zstd": "#8250df",
-    "by others": "#cf222e",
+    "others' way": "#cf222e",
     "whole model": _GREY,
 }
 
@@ -70,7 +70,7 @@ def _bytes(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 def _links(axes: Axes, results: Results) -> None:
     syncs = links.parts(results)
-    for way in ("whole model", "by others", "fast", "small"):
+    for way in ("whole model", "others' way", "fast", "small"):
         seconds = [links.time(syncs[way], link) for link in links.CURVE]
         axes.plot(links.CURVE, seconds, color=_COLOURS[way], label=way)
     axes.set(xscale="log", yscale="log", xlabel="link, MB/s", ylabel="seconds per sync")

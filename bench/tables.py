@@ -175,7 +175,8 @@ def memory(results: Results) -> str:
     """The publisher's peak."""
     measured = {encoding: results["memory"][encoding] for encoding in ("fast", "small")}
     rows = [[f"publisher, {encoding}", f"{row['extra_mib']} MiB"] for encoding, row in measured.items()]
-    return table(["peak, without parameters and mirror", f"of {measured['fast']['model_mib']} MiB"], rows)
+    mirror = f"the mirror of {measured['fast']['model_mib']} MiB"
+    return table([f"peak, without parameters and {mirror}", ""], rows)
 
 
 def threads(results: Results) -> str:
@@ -278,7 +279,10 @@ def _live_load(section: dict[str, Any]) -> list[list[str]]:
 def _live_memory(section: dict[str, Any]) -> list[list[str]]:
     memory, weights = section["memory"], section["model_bytes"] >> 20
     return [
-        ["extra memory of a replica during a sync", f"{memory['extra_mib']} MiB, of weights {weights} MiB"],
+        [
+            "extra memory of a replica during a sync",
+            f"{memory['extra_mib']} MiB (all weights take {weights} MiB)",
+        ],
         ["the same, vLLM's sparse loader", f"{memory['sparse_loader_extra_mib']} MiB"],
     ]
 

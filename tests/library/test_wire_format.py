@@ -120,7 +120,7 @@ def digest() -> str:
         ("w = [0000 0000 0000]", {"w": zeros}),
         ("w = [3f80 0000 8000]", {"w": small}),
         ("v = [3f80 0000 8000]", {"v": small}),
-        ("both of these", {"w": small, "v": small}),
+        ("w and v, both [3f80 0000 8000]", {"w": small, "v": small}),
         ("w = [0000 0001 … 1387], 5000 weights", {"w": long}),
     ]
     return "\n".join(f"{name:38} {to_hex(state_digest(state))}" for name, state in rows)
