@@ -13,7 +13,7 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
@@ -104,11 +104,9 @@ class Bucket(ABC):
     def stat(self, key: str) -> ObjectInfo | None:
         """Return what the store knows about an object; None if the object is absent. Cheap enough to poll."""
         check_key(key)
-        try:
-            with self._explained(key):
-                return self._stat(key)
-        except errors.ObjectMissingError:
-            return None
+        with suppress(errors.ObjectMissingError), self._explained(key):
+            return self._stat(key)
+        return None
 
     def list(self, prefix: str) -> Listing:
         """List all objects below the folder `prefix` ("runs/demo/", or "" for all), sorted by key.
@@ -116,12 +114,10 @@ class Bucket(ABC):
         `written` is set if the store knows it. Objects whose name is not a valid key are left out.
         """
         check_prefix(prefix)
-        try:
-            with self._explained(prefix):
-                found = [info for info in self._list(prefix) if is_key(info.key)]
-        except errors.ObjectMissingError:
-            return []
-        return sorted(found, key=lambda info: info.key)
+        with suppress(errors.ObjectMissingError), self._explained(prefix):
+            found = [info for info in self._list(prefix) if is_key(info.key)]
+            return sorted(found, key=lambda info: info.key)
+        return []
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; missing ones are fine."""

@@ -69,9 +69,8 @@ class S3Bucket(store.Bucket):
             return
 
         def part(start: int) -> bytes:
-            return bytes(
-                self._store.get_range(self._root + key, start=start, end=min(start + store.SMALL, size))
-            )
+            end = min(start + store.SMALL, size)
+            return bytes(self._store.get_range(self._root + key, start=start, end=end))
 
         with ThreadPoolExecutor(_PARTS) as pool:
             for first in range(0, size, _PARTS * store.SMALL):
