@@ -44,10 +44,8 @@ class S3Bucket(store.Bucket):
             retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=60)},
             credential_provider=_profile(),
         )
-        if create:
+        if create and not self._is_there():
             with self._explained("", write=True):
-                if self._is_there():
-                    return
                 # obstore cannot create a bucket, but it can sign the request.
                 url = obstore.sign(self._store, "PUT", "", timedelta(minutes=5))
                 region, kind = os.environ.get("AWS_DEFAULT_REGION", "us-east-1"), "CreateBucketConfiguration"
