@@ -232,13 +232,6 @@ class InTurns:
         return operation
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"weights")
-    return path
-
-
 def test_a_checkout_fetches_all_deltas_together_and_after_a_failure_no_anchor_again(
     written, tmp_path, monkeypatch
 ):
@@ -300,8 +293,10 @@ def check(bucket: Any, run: str, published: list[list[Manifest]], versions: int)
     assert max(map(len, published)) == versions, "the last one owns the run until it is done"
 
 
-def test_whatever_the_order_of_their_requests(tmp_path: Path, weights: Path) -> None:
+def test_whatever_the_order_of_their_requests(tmp_path: Path) -> None:
     """New runs, and runs that have versions; two and three trainers."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
     for seed in range(SCHEDULES):
         run, trainers = f"run{seed}", 2 + seed % 2

@@ -224,7 +224,7 @@ def name(bucket: Bucket) -> str:
 
 
 def test_changes_of_other_folders_do_not_wake(feed, bucket):
-    other = bucket.notifications("runs/demo/log/")
+    other = open_bucket(f"hf://buckets/{name(bucket)}").notifications("policies/runs/demo/log/")
     assert other.due(HOUR)
     is_connected(other)
     hears(other, "the beginning")

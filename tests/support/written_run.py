@@ -40,8 +40,9 @@ class WrittenRun:
     def skip_to(self, version: int) -> SyncEvent:
         """Publish `version` without those before it, and without logging it."""
         self.version = version
-        self._manifest(TOTAL if version == 0 else 2_000)
-        return self._sync(FULL if version == 0 else 40_000, TOTAL if version == 0 else 2_000, 0)
+        payload, changed = (40_000, 2_000) if version else (FULL, TOTAL)
+        self._manifest(changed)
+        return self._sync(payload, changed, 0)
 
     def _sync(self, payload: int, changed: int, anchor: int) -> SyncEvent:
         event = sync(self.version, payload, anchor=anchor, changed=changed, t=self.t)
