@@ -42,9 +42,7 @@ def notice(clock: Clock, quota: Quota) -> Notifications:
     return Notifications(quota, clock)
 
 
-def looks(
-    notice: Notifications, clock: Clock, seconds: float, turn_s: float = 1.0, poll_s: float = 1.0
-) -> int:
+def looks(notice, clock, seconds, turn_s=1.0, poll_s=1.0) -> int:
     """Looks of a program that takes a turn every `turn_s`."""
     count, end = 0, clock.now + seconds
     while clock.now < end:
