@@ -109,15 +109,7 @@ class Table:
                 case "step":
                     return self._step(Action.model_validate(data))
                 case "state":
-                    turn, reward = self._last.get("turn", 0), self._last.get("reward", 0.0)
-                    state = State(
-                        episode_id=self._episode,
-                        step_count=turn,
-                        turn=turn,
-                        last_reward=reward,
-                        last_info=self._last,
-                    )
-                    return {"type": "state", "data": state.model_dump()}
+                    return self._state()
                 case "close":
                     return None
             return _error("UNKNOWN_TYPE", "The message's type must be one of reset, step, state, close.")
@@ -160,6 +152,13 @@ class Table:
         self._last = MOVE.dump_python(move)
         self._text += _story(action.message, move)
         return self._observation()
+
+    def _state(self) -> Answer:
+        turn, reward = self._last.get("turn", 0), self._last.get("reward", 0.0)
+        state = State(
+            episode_id=self._episode, step_count=turn, turn=turn, last_reward=reward, last_info=self._last
+        )
+        return {"type": "state", "data": state.model_dump()}
 
     def _observation(self) -> Answer:
         reward, done = self._last.get("reward"), self._last.get("done", False)

@@ -1,8 +1,9 @@
 """The event log of a run, in its bucket: the only source of the curves on the dashboard.
 
-Buckets cannot append, so the log is a series of segments with at most `SEGMENT` events each. Only the newest
-segment is rewritten, so a reader reads each full segment once. Only the trainer writes, because replicas have
-read-only tokens. So the trainer asks replicas for their status and records the answers.
+The log is a series of segments with at most `SEGMENT` events each. Buckets cannot append, so each write of
+new events uploads the whole newest segment again, with all events that it held before. Full segments never
+change, so a reader reads each full segment once. Only the trainer writes, because replicas have read-only
+tokens. So the trainer asks replicas for their status and records the answers.
 
 The log is not signed, so readers do not trust it. They bound every field of an event, cut texts and rollouts,
 and skip and count lines that are not events.
@@ -123,7 +124,10 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 class RunLogWriter:
-    """Appends events and writes them out in the background, at most once per `every_s` seconds."""
+    """Appends events and writes them out in the background, at most once per `every_s` seconds.
+
+    Each write uploads the whole newest segment again: at most `SEGMENT_BYTES` bytes.
+    """
 
     def __init__(self, bucket: Bucket, run: str, *, every_s: float = 1.0) -> None:
         self._bucket, self._keys, self._every_s = bucket, Keys(run), every_s

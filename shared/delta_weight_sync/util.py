@@ -83,10 +83,11 @@ def count_text(count: float) -> str:
 
 def time_text(seconds: float) -> str:
     """A span of time: `12 ms`, `3.4 s`, `5.6 min`, `2.1 h`."""
-    for limit, unit, name in ((1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min")):
+    for limit, unit, name in ((0.9995, 1e-3, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min")):
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 3600:.3g} h"
+    hours = seconds / 3600
+    return f"{hours:.3g} h" if hours < 999.5 else f"{hours:.0f} h"
 
 
 def _scaled(number: float, names: tuple[str, ...]) -> str:

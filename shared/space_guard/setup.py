@@ -91,11 +91,9 @@ class SpaceSettings(BaseModel):
     @classmethod
     def listen_address(cls, environ: Mapping[str, str]) -> tuple[str, int]:
         """The host and port for the setup page, even if other settings are wrong."""
+        host = environ.get(f"{cls.PREFIX}HOST", cls.model_fields["host"].default)
         port = environ.get(f"{cls.PREFIX}PORT", "")
-        return (
-            environ.get(f"{cls.PREFIX}HOST", cls.model_fields["host"].default),
-            int(port) if port.isdecimal() else cls.model_fields["port"].default,
-        )
+        return host, int(port) if port.isdecimal() else cls.model_fields["port"].default
 
 
 class Setup:
@@ -141,10 +139,5 @@ class Setup:
             items += f'<p class="problem">{escape(problem)}</p>' if problem else ""
             items += f"<p>{escape(need['purpose'])}</p>" if need else ""
             items += f"<pre>{escape(need['example'])}</pre></li>" if problem and need else "</li>"
-        return _PAGE.substitute(
-            space=self.space,
-            then=self.then,
-            where=_WHERE,
-            id=escape(os.environ.get("SPACE_ID", "")),
-            items=items,
-        )
+        space_id = escape(os.environ.get("SPACE_ID", ""))
+        return _PAGE.substitute(space=self.space, then=self.then, where=_WHERE, id=space_id, items=items)

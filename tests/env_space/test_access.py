@@ -22,15 +22,7 @@ from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH, replica_headers
 from space_guard.limits import PROXIES
 from space_guard.setup import SettingsError
-from tests.env_space.service import (
-    PATIENCE_S,
-    guess,
-    seen_from,
-    sentence,
-    service,
-    space,
-    start,
-)
+from tests.env_space.service import PATIENCE_S, guess, seen_from, sentence, service, space, start
 from tests.inference_space.asking import ask_raw
 
 KEY = "four-random-words-in-a-row"

@@ -225,18 +225,13 @@ def test_a_policy_that_calls_no_tool_ends_its_game():
     assert events[2][1]["solved"] is False
 
 
-def test_the_policy_gets_the_configured_prompt_and_the_result_of_its_guess():
+def test_the_policy_gets_the_prompt_the_key_but_no_token_and_the_result_of_its_guess():
     call = '<tool_call>\n{"name": "guess", "arguments": {"word": "zzzzz"}}\n</tool_call>'
     with broken_replica(answer_of(call), answer_of("")) as (url, asked):
-        events, _ = watch(replica_url=url, replica_prompt="Find the word.")
-    assert events[1][1]["move"]["message"] == "'zzzzz' is not in the word list."
-    messages = json.loads(asked[1].body)["messages"]
-    assert [message["content"] for message in messages] == ["Find the word.", call, "not a word"]
-
-
-def test_a_watched_replica_gets_its_key_and_no_token():
-    with broken_replica((503, b"")) as (url, asked):
-        events, _ = watch(replica_url=url, replica_key="the-replica's-own")
+        events, _ = watch(replica_url=url, replica_prompt="Find the word.", replica_key="the-replica's-own")
     assert asked[0].headers["x-space-key"] == "the-replica's-own"
     assert "authorization" not in asked[0].headers
     assert "the-replica's-own" not in str(events)
+    assert events[1][1]["move"]["message"] == "'zzzzz' is not in the word list."
+    messages = json.loads(asked[1].body)["messages"]
+    assert [message["content"] for message in messages] == ["Find the word.", call, "not a word"]

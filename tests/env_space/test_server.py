@@ -25,9 +25,10 @@ from tests.support.serving import serving
 pytestmark = pytest.mark.full
 
 
-def metric(url, name):
-    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=PATIENCE_S).text
-    return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
+def metrics(client):
+    """The value of each metric."""
+    lines = client.get("/metrics").text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 def play(client, secret, *words, seed=5):
@@ -48,18 +49,13 @@ def test_games_are_counted_for_prometheus_and_logged_as_one_line_of_json_each(tm
         play(client, "zonal", *["zzzzz"] * 5)
         client.delete(f"/sessions/{client.post('/sessions', json={'seed': 1}).json()['session']}")
         client.post("/sessions", json={"seed": 1})
-        games = 'wordle_games_total{{outcome="{}",split="train",via="http"}}'.format
-        counted = {how: metric(running.url, games(how)) for how in ("solved", "lost", "gave_up")}
-        guesses = {
-            kind: metric(running.url, f'wordle_guesses_total{{kind="{kind}"}}')
-            for kind in ("new", "repeated", "invalid")
-        }
-        active = metric(running.url, "wordle_active_sessions"), metric(running.url, "wordle_max_sessions")
-        moves = metric(running.url, 'wordle_move_seconds_count{via="http"}')
-    assert counted == {"solved": 2, "lost": 1, "gave_up": 1}
-    assert guesses == {"new": 4, "repeated": 1, "invalid": 6}
-    assert active == (1, 1024)
-    assert moves == 11
+        seen = metrics(client)
+    games = 'wordle_games_total{{outcome="{}",split="train",via="http"}}'.format
+    assert [seen[games(how)] for how in ("solved", "lost", "gave_up")] == [2, 1, 1]
+    guesses = 'wordle_guesses_total{{kind="{}"}}'.format
+    assert [seen[guesses(kind)] for kind in ("new", "repeated", "invalid")] == [4, 1, 6]
+    assert (seen["wordle_active_sessions"], seen["wordle_max_sessions"]) == (1, 1024)
+    assert seen['wordle_move_seconds_count{via="http"}'] == 11
 
     lines = [json.loads(line) for line in (tmp_path / "space.log").read_text().splitlines()]
     games = [line for line in lines if line["message"] == "game ended"]

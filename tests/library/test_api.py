@@ -1,4 +1,4 @@
-"""The public names of the library, and what an installation without an extra says."""
+"""The public names of the library, how it writes times, and what an installation without an extra says."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import delta_weight_sync
+from delta_weight_sync.util import time_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,11 @@ except ImportError as error:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert f"pip install '.[{extra}]'" in result.stdout, result.stderr
+
+
+def test_a_time_has_a_unit_that_suits_it():
+    texts = {0.0123: "12.3 ms", 0.9996: "1 s", 150: "2.5 min", 7560: "2.1 h", 4e6: "1111 h"}
+    assert {seconds: time_text(seconds) for seconds in texts} == texts
 
 
 def test_the_import_contract_names_every_private_module():

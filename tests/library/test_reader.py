@@ -232,13 +232,6 @@ class InTurns:
         return operation
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"weights")
-    return path
-
-
 def test_a_checkout_fetches_all_deltas_together_and_after_a_failure_no_anchor_again(
     written, tmp_path, monkeypatch
 ):
@@ -268,11 +261,8 @@ def test_a_checkout_replaces_weights_that_are_divided_into_other_files(tmp_path)
         state = reader.checkout(reader.manifest(), folder)
         assert dict(read_bits(folder)).keys() == state.keys()
         names.append(sorted(path.name for path in folder.glob("*.safetensors*")))
-    one, several = (
-        ["model.safetensors"],
-        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
-    )
-    assert names == [one, [*several, "model.safetensors.index.json"], one]
+    one, parts = ["model.safetensors"], [f"model-{part:05d}-of-00002.safetensors" for part in (1, 2)]
+    assert names == [one, [*parts, "model.safetensors.index.json"], one]
 
 
 def publish(bucket: Any, run: str, weights: Path, versions: int) -> list[Manifest]:
@@ -282,10 +272,8 @@ def publish(bucket: Any, run: str, weights: Path, versions: int) -> list[Manifes
     with contextlib.suppress(FencedError):
         writer = RunWriter(bucket, run, model="m", assets=None)
         for _ in range(versions):
-            version, digest = (
-                writer.newest.version + 1 if writer.newest else 0,
-                f"{random.getrandbits(64):016x}",
-            )
+            version = writer.newest.version + 1 if writer.newest else 0
+            digest = f"{random.getrandbits(64):016x}"
             delta = [writer.put_delta(version, str(writer.writer).encode(), 1)] if version else []
             files = () if version else writer.put_weights(version, [weights])
             anchor = AnchorRef(version=version, files=files) if files else None
@@ -305,8 +293,10 @@ def check(bucket: Any, run: str, published: list[list[Manifest]], versions: int)
     assert max(map(len, published)) == versions, "the last one owns the run until it is done"
 
 
-def test_whatever_the_order_of_their_requests(tmp_path: Path, weights: Path) -> None:
+def test_whatever_the_order_of_their_requests(tmp_path: Path) -> None:
     """New runs, and runs that have versions; two and three trainers."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
     for seed in range(SCHEDULES):
         run, trainers = f"run{seed}", 2 + seed % 2

@@ -29,23 +29,21 @@ def folder(tmp_path: Path) -> Bucket:
     return folder
 
 
+DELTAS = "runs/r/deltas"
+KINDS = {  # the key that is a link, where the link leads, and the key of the secret behind it
+    "file": (DELTA, "environ", DELTA),
+    "folder": (DELTA, ".", f"{DELTA}/environ"),
+    "parent": (DELTAS, ".", f"{DELTAS}/environ"),
+}
+
+
 def planted(tmp_path: Path, kind: str) -> str:
-    """Put something at `DELTA` that leads out of the bucket; returns the key of the secret behind it."""
-    place, outside = tmp_path / "bucket" / DELTA, tmp_path / "outside"
-    if kind == "file":
-        place.parent.mkdir(parents=True)
-        place.symlink_to(outside / "environ")
-        return DELTA
-    if kind == "folder":
-        place.parent.mkdir(parents=True)
-        place.symlink_to(outside)
-    if kind == "parent":
-        place.parent.symlink_to(outside)
-        return f"{Path(DELTA).parent}/environ"
-    return f"{DELTA}/environ"
-
-
-KINDS = ("file", "folder", "parent")
+    """Plant a link that leads out of the bucket; returns the key of the secret behind the link."""
+    link, target, secret = KINDS[kind]
+    place = tmp_path / "bucket" / link
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(tmp_path / "outside" / target)
+    return secret
 
 
 @pytest.mark.finding(2)

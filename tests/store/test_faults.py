@@ -1,7 +1,7 @@
 """A bucket of the Hub or S3 when something is wrong: the right error, soon, with the fix and no token."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -14,8 +14,6 @@ from delta_weight_sync.records import AnchorRef
 from delta_weight_sync.store import DIRECT, Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_bucket
 from tests.support.buckets import KEY, OPERATIONS, every_operation
-
-Operation = Callable[[Bucket], object]
 
 
 @pytest.fixture(autouse=True)

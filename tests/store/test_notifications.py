@@ -42,9 +42,7 @@ def notice(clock: Clock, quota: Quota) -> Notifications:
     return Notifications(quota, clock)
 
 
-def looks(
-    notice: Notifications, clock: Clock, seconds: float, turn_s: float = 1.0, poll_s: float = 1.0
-) -> int:
+def looks(notice, clock, seconds, turn_s=1.0, poll_s=1.0) -> int:
     """Looks of a program that takes a turn every `turn_s`."""
     count, end = 0, clock.now + seconds
     while clock.now < end:
@@ -224,7 +222,7 @@ def name(bucket: Bucket) -> str:
 
 
 def test_changes_of_other_folders_do_not_wake(feed, bucket):
-    other = bucket.notifications("runs/demo/log/")
+    other = open_bucket(f"hf://buckets/{name(bucket)}").notifications("policies/runs/demo/log/")
     assert other.due(HOUR)
     is_connected(other)
     hears(other, "the beginning")

@@ -137,12 +137,10 @@ class SlowLink:
 class RealRun(Drifting):
     """A run that a reader takes over, with all that a trainer and a replica write into its log."""
 
-    def __init__(
-        self, bucket: Bucket, *, run: str = "real", layers: int = 4, width: int = 32, rate: float = 6e-6
-    ) -> None:
+    def __init__(self, bucket: Bucket, *, run: str = "real", layers: int = 4, width: int = 32) -> None:
         self._state: dict[str, np.ndarray] = {}
         tensors = dict(_shapes(layers, width))
-        super().__init__(bucket, run=run, model="tiny-qwen", tensors=tensors, drift=rate, log_every_s=0.1)
+        super().__init__(bucket, run=run, model="tiny-qwen", tensors=tensors, drift=6e-6, log_every_s=0.1)
 
     @property
     def version(self) -> int:

@@ -3,14 +3,7 @@
 import hashlib
 
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo, Writer
-from delta_weight_sync.runlog import (
-    SEGMENT,
-    CommitEvent,
-    Event,
-    RunLogWriter,
-    StepEvent,
-    SyncEvent,
-)
+from delta_weight_sync.runlog import SEGMENT, CommitEvent, Event, RunLogWriter, StepEvent, SyncEvent
 from delta_weight_sync.store import Bucket
 from tests.support.records import commit, status, sync
 
@@ -47,29 +40,27 @@ class WrittenRun:
     def skip_to(self, version: int) -> SyncEvent:
         """Publish `version` without those before it, and without logging it."""
         self.version = version
-        self._manifest(TOTAL if version == 0 else 2_000)
-        return self._sync(FULL if version == 0 else 40_000, TOTAL if version == 0 else 2_000, 0)
+        payload, changed = (40_000, 2_000) if version else (FULL, TOTAL)
+        self._manifest(changed)
+        return self._sync(payload, changed, 0)
 
     def _sync(self, payload: int, changed: int, anchor: int) -> SyncEvent:
         event = sync(self.version, payload, anchor=anchor, changed=changed, t=self.t)
         return event.model_copy(update={"full_bytes": FULL, "total": TOTAL})
 
-    def commit(self, replica: str, version: int, *, lag_s: float = 1.9, pause_ms: float = 18.0) -> None:
+    def commit(self, replica: str, version: int, **times: float) -> None:
         """`replica` takes over `version` right after the last event."""
-        self.log.append(self.commit_event(replica, version, lag_s=lag_s, pause_ms=pause_ms))
+        self.log.append(self.commit_event(replica, version, **times))
 
-    def commit_event(
-        self, replica: str, version: int, *, lag_s: float = 1.9, pause_ms: float = 18.0
-    ) -> CommitEvent:
-        event = commit(replica, version, lag_s=lag_s, pause_ms=pause_ms, digest=digest_of(version))
-        return event.model_copy(update={"t": self.t + lag_s})
+    def commit_event(self, replica: str, version: int, **times: float) -> CommitEvent:
+        times = {"lag_s": 1.9, "pause_ms": 18.0} | times
+        event = commit(replica, version, digest=digest_of(version), **times)
+        return event.model_copy(update={"t": self.t + event.lag_s})
 
-    def status(
-        self, replica: str, version: int | None, *, state: str = "serving", error: str | None = None
-    ) -> None:
+    def status(self, replica: str, version: int | None, **said: str) -> None:
         """What `replica` answers when it is asked."""
         digest = None if version is None else digest_of(version)
-        event = status(replica, version, state=state, error=error)
+        event = status(replica, version, **said)
         self.log.append(event.model_copy(update={"t": self.t, "digest": digest}))
 
     def step(self, step: int, reward: float | None) -> None:

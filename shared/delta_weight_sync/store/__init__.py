@@ -13,7 +13,7 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
@@ -41,6 +41,7 @@ class ObjectInfo:
 
 
 Listing = list[ObjectInfo]
+Objects = Sequence[tuple[str, bytes | Path]]  # key and content of each object to store
 
 
 class Bucket(ABC):
@@ -65,12 +66,11 @@ class Bucket(ABC):
         self.put(key, data)
         return ""
 
-    def put_all(
-        self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
-    ) -> None:
+    def put_all(self, objects: Objects, receipts: Mapping[str, str] | None = None) -> None:
         """Store small objects, the last one after all others. A failure may leave some of them, each whole.
 
-        `receipts`: key -> receipt of objects that `upload` has uploaded; these are stored first.
+        `receipts`: key -> receipt of objects that `upload` has uploaded; these are stored first. Without
+        objects and receipts, the method does nothing.
         """
         for key, data in objects:
             self.put(key, data)
@@ -104,11 +104,9 @@ class Bucket(ABC):
     def stat(self, key: str) -> ObjectInfo | None:
         """Return what the store knows about an object; None if the object is absent. Cheap enough to poll."""
         check_key(key)
-        try:
-            with self._explained(key):
-                return self._stat(key)
-        except errors.ObjectMissingError:
-            return None
+        with suppress(errors.ObjectMissingError), self._explained(key):
+            return self._stat(key)
+        return None
 
     def list(self, prefix: str) -> Listing:
         """List all objects below the folder `prefix` ("runs/demo/", or "" for all), sorted by key.
@@ -116,12 +114,10 @@ class Bucket(ABC):
         `written` is set if the store knows it. Objects whose name is not a valid key are left out.
         """
         check_prefix(prefix)
-        try:
-            with self._explained(prefix):
-                found = [info for info in self._list(prefix) if is_key(info.key)]
-        except errors.ObjectMissingError:
-            return []
-        return sorted(found, key=lambda info: info.key)
+        with suppress(errors.ObjectMissingError), self._explained(prefix):
+            found = [info for info in self._list(prefix) if is_key(info.key)]
+            return sorted(found, key=lambda info: info.key)
+        return []
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; missing ones are fine."""
@@ -237,11 +233,10 @@ def check_key(key: str) -> str:
     return key
 
 
-def check_prefix(prefix: str) -> str:
-    """Return `prefix` if it names a folder; otherwise raise `BucketError`."""
+def check_prefix(prefix: str) -> None:
+    """Raise `BucketError` unless `prefix` names a folder."""
     if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
         raise errors.BucketError(f"the prefix {prefix!r} must be empty or end with '/'")
-    return prefix
 
 
 def file_sha256(path: Path) -> str:

@@ -44,10 +44,8 @@ class S3Bucket(store.Bucket):
             retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=60)},
             credential_provider=_profile(),
         )
-        if create:
+        if create and not self._is_there():
             with self._explained("", write=True):
-                if self._is_there():
-                    return
                 # obstore cannot create a bucket, but it can sign the request.
                 url = obstore.sign(self._store, "PUT", "", timedelta(minutes=5))
                 region, kind = os.environ.get("AWS_DEFAULT_REGION", "us-east-1"), "CreateBucketConfiguration"
@@ -55,13 +53,11 @@ class S3Bucket(store.Bucket):
                 data = b"" if region == "us-east-1" else body.encode()
                 urlopen(Request(url, data, method="PUT"), timeout=30).close()
 
-    def put_all(
-        self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
-    ) -> None:
-        """Store all objects but the last one in parallel, then the last one."""
+    def put_all(self, objects: store.Objects, receipts: Mapping[str, str] | None = None) -> None:
+        """As in `Bucket`; all objects but the last one are stored in parallel."""
         with ThreadPoolExecutor(_PARTS) as pool:
-            list(pool.map(self.put, *zip(*objects[:-1], strict=True)))
-        self.put(*objects[-1])
+            list(pool.map(lambda each: self.put(*each), objects[:-1]))
+        super().put_all(objects[-1:])
 
     def _read(self, key: str, limit: int) -> Iterator[bytes]:
         found = self._store.get(self._root + key)
@@ -71,9 +67,8 @@ class S3Bucket(store.Bucket):
             return
 
         def part(start: int) -> bytes:
-            return bytes(
-                self._store.get_range(self._root + key, start=start, end=min(start + store.SMALL, size))
-            )
+            end = min(start + store.SMALL, size)
+            return bytes(self._store.get_range(self._root + key, start=start, end=end))
 
         with ThreadPoolExecutor(_PARTS) as pool:
             for first in range(0, size, _PARTS * store.SMALL):

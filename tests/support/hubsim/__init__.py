@@ -6,7 +6,7 @@
 
 **Accounts.** `user` is PRO, has a payment method and is a member of the organization `team`; `free` has
 none of these. **Tokens.** hf_write and hf_read belong to `user`; so do the fine-grained hf_team (all of
-`team`), hf_bucket and hf_bucket_read (only the bucket team/wordle), and hf_expired. hf_free may write for
+`team`) and hf_bucket_read (only the bucket team/wordle), and hf_expired. hf_free may write for
 `free`. `add_account` and `add_token` make others. A request that a token does not allow is answered with
 401, 402, 403 or 404 and the Hub's headers.
 

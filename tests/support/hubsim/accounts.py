@@ -93,15 +93,13 @@ class Accounts:
     """All accounts and tokens. `user` is PRO and a member of `team`; `free` is neither, and cannot pay."""
 
     def __init__(self) -> None:
-        team = Account("team", type="org")
-        both = [READ, WRITE]
-        self.accounts = {"team": team}
-        self.add(Account("user", orgs=("team",)), Account("free", is_pro=False, can_pay=False))
+        self.accounts: dict[str, Account] = {}
+        self.add(Account("team", type="org"), Account("user", orgs=("team",)))
+        self.add(Account("free", is_pro=False, can_pay=False))
         self.tokens = {
             "hf_write": Token("user"),
             "hf_read": Token("user", "read"),
-            "hf_team": Token("user", "fineGrained", {"org:team": both}),
-            "hf_bucket": Token("user", "fineGrained", {"bucket:team/wordle": both}),
+            "hf_team": Token("user", "fineGrained", {"org:team": [READ, WRITE]}),
             "hf_bucket_read": Token("user", "fineGrained", {"bucket:team/wordle": [READ]}),
             "hf_expired": Token("user", expired=True),
             "hf_free": Token("free"),
