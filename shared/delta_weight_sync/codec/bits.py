@@ -33,18 +33,12 @@ Numbers = NDArray[np.int64]
 State = NDArray[np.int64]
 
 
-@kernel
 def rice_k(numbers: Numbers) -> tuple[int, int]:
     """Return (k, bits): the best k for runs between independent events, and the section's length in bits."""
-    total, k = np.int64(0), 0
-    for number in numbers:
-        total += number
+    total, k = int(numbers.sum()), 0
     if total > 0:
         k = min(max(math.ceil(math.log2(-HALFWAY / math.log1p(numbers.size / total))), 0), MAX_K)
-    bits = np.int64(numbers.size) * (k + 1)
-    for number in numbers:
-        bits += number >> k
-    return k, int(bits)
+    return k, numbers.size * (k + 1) + int((numbers >> k).sum())
 
 
 @kernel
@@ -264,16 +258,12 @@ def finished(state: State) -> bool:
     return bool((state[LEFT] == 0).all() and (state[RUN] > FAR >> 1).all())
 
 
-@kernel
+def runs_before(events: Numbers) -> Numbers:
+    """Return the run before each event: int64 [n]. `events`, int64 [n], are ascending positions."""
+    return np.diff(events, prepend=-1) - 1
+
+
 def _others(runs: Numbers, total: int) -> Numbers:
     """Return, for each item that is not an event, the number of events directly before that item."""
-    out = np.zeros(total - runs.size, np.int64)
-    at, events = 0, 0
-    for run in runs:
-        if run > 0:
-            out[at] = events
-            at, events = at + run, 0
-        events += 1
-    if at < out.size:
-        out[at] = events
-    return out
+    events = np.cumsum(runs + 1) - 1
+    return runs_before(np.delete(np.arange(total), events))

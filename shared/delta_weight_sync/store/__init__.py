@@ -41,6 +41,7 @@ class ObjectInfo:
 
 
 Listing = list[ObjectInfo]
+Objects = Sequence[tuple[str, bytes | Path]]  # key and content of each object to store
 
 
 class Bucket(ABC):
@@ -65,12 +66,11 @@ class Bucket(ABC):
         self.put(key, data)
         return ""
 
-    def put_all(
-        self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
-    ) -> None:
+    def put_all(self, objects: Objects, receipts: Mapping[str, str] | None = None) -> None:
         """Store small objects, the last one after all others. A failure may leave some of them, each whole.
 
-        `receipts`: key -> receipt of objects that `upload` has uploaded; these are stored first.
+        `receipts`: key -> receipt of objects that `upload` has uploaded; these are stored first. Without
+        objects and receipts, the method does nothing.
         """
         for key, data in objects:
             self.put(key, data)
@@ -237,11 +237,10 @@ def check_key(key: str) -> str:
     return key
 
 
-def check_prefix(prefix: str) -> str:
-    """Return `prefix` if it names a folder; otherwise raise `BucketError`."""
+def check_prefix(prefix: str) -> None:
+    """Raise `BucketError` unless `prefix` names a folder."""
     if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
         raise errors.BucketError(f"the prefix {prefix!r} must be empty or end with '/'")
-    return prefix
 
 
 def file_sha256(path: Path) -> str:

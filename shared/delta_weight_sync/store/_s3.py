@@ -55,13 +55,11 @@ class S3Bucket(store.Bucket):
                 data = b"" if region == "us-east-1" else body.encode()
                 urlopen(Request(url, data, method="PUT"), timeout=30).close()
 
-    def put_all(
-        self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
-    ) -> None:
-        """Store all objects but the last one in parallel, then the last one."""
+    def put_all(self, objects: store.Objects, receipts: Mapping[str, str] | None = None) -> None:
+        """As in `Bucket`; all objects but the last one are stored in parallel."""
         with ThreadPoolExecutor(_PARTS) as pool:
-            list(pool.map(self.put, *zip(*objects[:-1], strict=True)))
-        self.put(*objects[-1])
+            list(pool.map(lambda each: self.put(*each), objects[:-1]))
+        super().put_all(objects[-1:])
 
     def _read(self, key: str, limit: int) -> Iterator[bytes]:
         found = self._store.get(self._root + key)

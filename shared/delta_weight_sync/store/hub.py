@@ -160,18 +160,17 @@ class HubBucket(store.Bucket):
         """As in `Bucket`. The receipt is the Xet hash; without `put_all`, the Hub forgets the content."""
         store.check_key(key)
         self.sent += len(data)
-        return self._upload([(key, data)])[0]
+        return self._upload([(key, data)])[key]
 
-    def put_all(
-        self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
-    ) -> None:
-        """Store objects with one upload and one request. The answer proves that they are stored."""
+    def put_all(self, objects: store.Objects, receipts: Mapping[str, str] | None = None) -> None:
+        """As in `Bucket`, with one upload and one request. The answer proves that all objects are stored."""
         self.sent += sum(store.size_of(data) for _, data in objects)
-        hashes = dict(zip((key for key, _ in objects), self._upload(objects), strict=True))
-        self._register({**(receipts or {}), **hashes})
+        uploaded = self._upload(objects) if objects else {}
+        if hashes := {**(receipts or {}), **uploaded}:
+            self._register(hashes)
 
-    def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> list[str]:
-        """Upload objects in one go. Returns their Xet hashes."""
+    def _upload(self, objects: store.Objects) -> dict[str, str]:
+        """Upload objects in one go. Returns the Xet hash of each key's object."""
         headers = build_hf_headers()
         url = f"{self._api.endpoint}/api/buckets/{self._id}/xet-write-token"
         with self._explained(objects[-1][0], write=True):
@@ -184,13 +183,16 @@ class HubBucket(store.Bucket):
                     token_refresh_url=url,
                     token_refresh_headers=headers,
                 ) as commit:
-                    starts = {bytes: commit.start_upload_bytes, str: commit.start_upload_file}
-                    sources = [data if isinstance(data, bytes) else str(data) for _, data in objects]
-                    sent = [starts[type(source)](source, sha256=SKIP_SHA256) for source in sources]
+                    sent = {
+                        key: commit.start_upload_bytes(data, sha256=SKIP_SHA256)
+                        if isinstance(data, bytes)
+                        else commit.start_upload_file(str(data), sha256=SKIP_SHA256)
+                        for key, data in objects
+                    }
             except FAILURES:
                 XET_CONNECTION_INFO_CACHE.clear()  # the storage may have refused the token
                 raise
-            return [upload.result().xet_info.hash for upload in sent]
+            return {key: upload.result().xet_info.hash for key, upload in sent.items()}
 
     def _register(self, hashes: Mapping[str, str]) -> None:
         """Store uploaded objects under their keys, in the order of `hashes`."""
@@ -254,7 +256,7 @@ class HubBucket(store.Bucket):
         return HubNotifications(url, self._folder, prefix, _quotas[self._id])
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        self._register({key: self._upload([(key, data)])[0]})
+        self._register(self._upload([(key, data)]))
 
     def _stat(self, key: str) -> store.ObjectInfo:
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
@@ -374,8 +376,7 @@ class HubNotifications(Notifications):
                 return _retry_after_s(answer.headers) or 0.0
             stream = answer.extensions.get("network_stream")
             self._connection = stream.get_extra_info("socket") if stream else None
-            events: Any = SSEClient  # this class has no types
-            for event in events(answer.iter_bytes()).events():
+            for event in SSEClient(answer.iter_bytes()).events():  # type: ignore[no-untyped-call]
                 if self._done.is_set() or not self._take(event.event, json.loads(event.data)):
                     break
         return 0.0
