@@ -150,6 +150,7 @@ def test_tensors_that_are_made_for_a_hand_over_are_let_go(monkeypatch):
             yield Part(name, made, Block.whole(made.shape), False)
 
     monkeypatch.setattr("delta_weight_sync.publish.mirror._HELD", 5 * 4000)
+    monkeypatch.setattr(codec, "compare", None)  # without tensors on the host, the host compares nothing
     found = find(mirror, gathered())
     mirror.keep(found)
     assert max(most) <= 8

@@ -260,7 +260,10 @@ def finished(state: State) -> bool:
 
 def runs_before(events: Numbers) -> Numbers:
     """Return the run before each event: int64 [n]. `events`, int64 [n], are ascending positions."""
-    return np.diff(events, prepend=-1) - 1
+    runs = events.copy()
+    runs[1:] -= events[:-1]
+    runs[1:] -= 1
+    return runs
 
 
 def _others(runs: Numbers, total: int) -> Numbers:

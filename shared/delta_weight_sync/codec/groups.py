@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, FailFast
 from delta_weight_sync.codec import bits, positions
 from delta_weight_sync.codec._lanes import BANDS
 from delta_weight_sync.codec._patch import Bits, Index, Patch, join
-from delta_weight_sync.codec.bits import State, Words, runs_before
+from delta_weight_sync.codec.bits import State, Words
 from delta_weight_sync.codec.positions import Band
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.util import kernel
@@ -108,24 +108,22 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
     if mode in ("dense", "raw"):
         return Group(mode=mode), _encode_all(mode, patches, old)
     ulps = join([p.ulps for p in patches], np.uint16)
-    indices, starts = [p.index for p in patches], [0, *accumulate(p.numel for p in patches)]
     bands, band_of = 1, np.zeros(ulps.size, np.uint8)
     rows: dict[str, Any] = {"mode": mode}
     streams: Streams = {}
     if mode == "bands":
         olds = [old(p.name).reshape(-1) for p in patches]
         bands, rows["limits"] = BANDS, positions.choose_limits(olds, patches)
-        runs, elements, band_of = positions.band_runs(olds, indices, positions.cut(rows["limits"]))
+        indices, cut = [p.index for p in patches], positions.cut(rows["limits"])
+        runs, elements, band_of = positions.band_runs(olds, indices, cut)
         rows["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
-    else:
-        total = starts.pop()
-        at = np.concatenate([start + index for start, index in zip(starts, indices, strict=True)])
-        if mode == "gaps":
-            rows["gaps"], streams["gaps"] = bits.encode_runs([runs_before(at)], [total])
-        else:  # one bit per element, tensor after tensor, row-major, lowest bit first
-            mask = np.zeros(total, np.bool_)
-            mask[at] = True
-            streams["mask"] = _pack(np.packbits(mask, bitorder="little"))
+    elif mode == "gaps":
+        runs, total = bits.runs_before(_in_group(patches)), sum(p.numel for p in patches)
+        rows["gaps"], streams["gaps"] = bits.encode_runs([runs], [total])
+    else:  # one bit per element, tensor after tensor, row-major, lowest bit first
+        mask = np.zeros(sum(p.numel for p in patches), np.bool_)
+        mask[_in_group(patches)] = True
+        streams["mask"] = _pack(np.packbits(mask, bitorder="little"))
     values, value_streams = _encode_values(ulps, band_of, bands)
     return Group.model_validate(rows | values), streams | value_streams
 
@@ -230,7 +228,7 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
     if bands > 1:
         runs, changes, _ = positions.band_runs([_as_weights(band_of)], [at], _BY_BAND)
     else:
-        runs, changes = [runs_before(at)], [band_of.size]
+        runs, changes = [bits.runs_before(at)], [band_of.size]
     large, where = bits.encode_runs(runs, changes)
     amounts = np.minimum(ulps[at], 0 - ulps[at]).astype(np.int64) - 2
     parts = positions.by_band(amounts, band_of[at], bands)
@@ -288,6 +286,12 @@ def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) 
     return good
 
 
+def _in_group(patches: Sequence[Patch]) -> Index:
+    """int64 [n]: the position of each change in the group."""
+    starts = accumulate((p.numel for p in patches), initial=0)
+    return np.concatenate([start + p.index for p, start in zip(patches, starts, strict=False)])
+
+
 def _pack(content: Bytes) -> Bytes:
     return np.frombuffer(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(content.tobytes()), np.uint8)
 
@@ -332,7 +336,8 @@ def _other_modes(patch: Patch) -> list[Mode]:
     if patch.index.size < _FEW:
         return []  # another mode would save less than another group's description takes
     density = patch.index.size / patch.numel
-    share = np.count_nonzero(np.diff(patch.index) == 1) / patch.index.size  # changes next to another change
+    adjacent = int((np.diff(patch.index) == 1).sum())  # changes whose preceding element changed, too
+    share = adjacent / patch.index.size
     worth: dict[Mode, bool] = {
         "mask": density > 1 / 8 or share > _CLUSTERED * density + 0.05,
         "dense": density > 1 / 4,

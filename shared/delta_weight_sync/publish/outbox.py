@@ -125,7 +125,6 @@ class Outbox:
         self._files: dict[str, list[str]] = {}  # each checkpoint file of this rank -> its tensors
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # version of the newest anchor
         self._sent = 0  # bytes that all ranks uploaded up to the newest version
-        self._encoded = b""  # the delta file of the version that is being published
         self._updates: list[PendingUpdate] = []  # oldest first; all merged into one, unless one is pinned
         self._held = False  # the newest sync is held back, because the bucket has it
         self._pinned: tuple[str, Manifest | None] = "", None  # digest of the pinned sync; its manifest
@@ -344,12 +343,12 @@ class Outbox:
         base = PendingUpdate([], self.digest, own, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
         files = self._writer.put_weights(version, sorted(self.shortcuts.path.iterdir()))
-        parts: list[list[FileRef]] = self._peers.exchange(files)
+        stored: list[tuple[list[FileRef], int]] = self._peers.exchange((files, self._writer.bucket.sent))
         manifest = None
         if isinstance(self._writer, RunWriter):
-            anchor = AnchorRef(version=version, files=tuple(itertools.chain(*parts)))
+            anchor = AnchorRef(version=version, files=tuple(file for part, _ in stored for file in part))
             manifest = self._commit(self._writer, base, (), anchor)
-            self._report(manifest, base, 0.0, 0)
+            self._report(manifest, base, 0.0, sum(sent for _, sent in stored[1:]))
         self._writer.newest = self._peers.exchange(manifest)[0]
         self.shortcuts.restart(version)
 
@@ -383,11 +382,9 @@ class Outbox:
     def _publish(self, job: PendingUpdate) -> None:
         version, started = (self.version or 0) + 1, time.perf_counter()
         old = functools.partial(self._before, job)
-        self._encoded = codec.encode(
-            job.patches, old, base=version - 1, version=version, encoding=self._encoding
-        )
+        data = codec.encode(job.patches, old, base=version - 1, version=version, encoding=self._encoding)
         encode_s, changed = time.perf_counter() - started, sum(p.index.size for p in job.patches)
-        put, writer = functools.partial(self._writer.put_delta, version, self._encoded, changed), self._writer
+        put, writer = functools.partial(self._writer.put_delta, version, data, changed), self._writer
         some = changed or self._peers.main  # only rank 0 stores an empty part
         part = self._until_stored(version, put, put) if some else None
         lacks = bool(some) and part is None  # this outbox was closed before its part was stored
@@ -407,7 +404,7 @@ class Outbox:
         if news:
             self._writer.newest = news[0]
             published = Published(news[0], job.patches, job.own, anchor=news[1])
-            self.shortcuts.add(published, self._encoded, self._write)
+            self.shortcuts.add(published, data, self._write)
 
     def _until_stored(
         self, version: int, attempt: Callable[[], Kind], again: Callable[[], Kind]
