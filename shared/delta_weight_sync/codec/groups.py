@@ -118,8 +118,8 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
         runs, elements, band_of = positions.band_runs(olds, indices, cut)
         rows["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
     elif mode == "gaps":
-        runs, total = bits.runs_before(_in_group(patches)), sum(p.numel for p in patches)
-        rows["gaps"], streams["gaps"] = bits.encode_runs([runs], [total])
+        runs, elements = [bits.runs_before(_in_group(patches))], [sum(p.numel for p in patches)]
+        rows["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
     else:  # one bit per element, tensor after tensor, row-major, lowest bit first
         mask = np.zeros(sum(p.numel for p in patches), np.bool_)
         mask[_in_group(patches)] = True

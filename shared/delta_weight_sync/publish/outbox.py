@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import math
 import shutil
@@ -30,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 
 from delta_weight_sync import codec, errors
-from delta_weight_sync.checkpoint import WEIGHTS, to_bits, write_bits
+from delta_weight_sync.checkpoint import INDEX, WEIGHTS, to_bits, write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
@@ -265,9 +266,11 @@ class Outbox:
         names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         names = names if count > 1 else [WEIGHTS]
         self._files = dict(zip(names[before:], files, strict=False))
-        if isinstance(self._writer, RunWriter) and count > 1:
+        if self._peers.main and count > 1:
             inside = itertools.chain(*ranks)
-            self._writer.index = {n: file for file, some in zip(names, inside, strict=True) for n in some}
+            index = {name: file for file, some in zip(names, inside, strict=True) for name in some}
+            content = json.dumps({"metadata": {}, "weight_map": index})
+            (self.shortcuts.path / INDEX).write_text(content)
         self._write(self.shortcuts.path)
 
     def _idle(self) -> bool:
