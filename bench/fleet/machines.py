@@ -260,9 +260,6 @@ class Seat:
         """As in `Peers`, without tensors."""
         return []
 
-    def share(self, *_: object) -> None:
-        """As in `Peers`."""
-
 
 @dataclass(frozen=True, eq=False)
 class Rank:

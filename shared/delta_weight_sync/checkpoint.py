@@ -160,11 +160,14 @@ class Base:
                 part["dtype"] = "bfloat16"
         (folder / "config.json").write_text(json.dumps(config, indent=2))
 
-    def untrained(self, trained: Shapes, bits: Callable[[str], Bits]) -> Iterator[tuple[str, Bits]]:
+    def untrained(
+        self, trained: Shapes, own: Iterable[str], bits: Callable[[str], Bits]
+    ) -> Iterator[tuple[str, Bits]]:
         """Yield (name, bits) of the checkpoint's tensors that the trainer does not publish itself.
 
         Args:
             trained: Shapes of the tensors that the trainer publishes.
+            own: Names of the tensors that this rank owns.
             bits: Returns the bits of one of these tensors, by name.
 
         Raises:
@@ -194,7 +197,7 @@ class Base:
         if _HEAD in missing and stored[_HEAD] in trained.values():
             raise self._other(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
         if missing:
-            largest = max(trained, key=elements.__getitem__)
+            largest = max(own, key=elements.__getitem__)
             file = next(path for path in shapes if largest in shapes[path])
             ((_, loaded),) = read_tensors(file, [largest])
             if (loaded == bits(largest)).mean() < _SAME:

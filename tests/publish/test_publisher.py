@@ -238,6 +238,8 @@ def test_a_loop_that_fails_publishes_nothing_more(url, base, tmp_path, monkeypat
         pass  # nothing was handed over
     with pytest.raises(CodecError, match=r"norm\.weight comes twice"), Publisher(url, base) as publisher:
         publisher.publish([("norm.weight", torch.zeros(4))] * 2)
+    with pytest.raises(CodecError, match="no parameter was handed over"), Publisher(url, base) as publisher:
+        publisher.publish([])
     with pytest.raises(CheckpointError, match=r"holds no config\.json: name a checkpoint's folder as base"):
         Publisher(url, tmp_path)
     assert flushed == []

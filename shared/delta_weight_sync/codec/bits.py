@@ -168,13 +168,12 @@ class Section(NamedTuple):
 
 def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
     """Encode bands. `bands[b]`: the run before each event of band b; `totals[b]`: number of its items."""
-    flips = [2 * runs.size > total for runs, total in zip(bands, totals, strict=True)]
-    given = zip(bands, totals, flips, strict=True)
-    coded = [_others(runs, total) if flip else runs for runs, total, flip in given]
-    sections = []
-    for runs, flip in zip(coded, flips, strict=True):
-        k, bits = rice_k(runs)
-        sections.append(Section(runs.size, k, flip, bits))
+    sections, coded = list[Section](), list[Numbers]()
+    for runs, total in zip(bands, totals, strict=True):
+        flip = 2 * runs.size > total
+        coded.append(_others(runs, total) if flip else runs)
+        k, bits = rice_k(coded[-1])
+        sections.append(Section(coded[-1].size, k, flip, bits))
     words, at = np.zeros(sum(section.bits for section in sections) // 64 + 2, np.uint64), 0
     for runs, section in zip(coded, sections, strict=True):
         at = put_rice(runs, section.k, words, at)

@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 
 from delta_weight_sync import codec, errors
-from delta_weight_sync.checkpoint import INDEX, WEIGHTS, to_bits, write_bits
+from delta_weight_sync.checkpoint import INDEX, WEIGHTS, Shapes, to_bits, write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
@@ -43,7 +43,7 @@ from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
-Untrained = Callable[[Mapping[str, tuple[int, ...]], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
+Untrained = Callable[[Shapes, Iterable[str], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
 Kind = TypeVar("Kind")
 _FILE_BYTES = 5_000_000_000  # limit of bytes of an anchor's file; a larger tensor has a file of its own
 _CLOSING_S = 60.0
@@ -96,7 +96,8 @@ class Outbox:
     """One rank's publishing half. In the trainer's thread, all ranks create their outboxes at the same time,
     and publish at the same time. Only rank 0 has a `log`, and calls `flush`, `pin` and `pinned`. `writer` is
     a `RunWriter` on rank 0, otherwise a `PartWriter`. `untrained`, on rank 0, returns the tensors that are
-    not trained; it gets the trained tensors' shapes, and a function that returns the largest one's bits.
+    not trained. It gets the trained tensors' shapes, the names that rank 0 owns, and a function that returns
+    the bits of one of these.
     """
 
     def __init__(
@@ -335,11 +336,12 @@ class Outbox:
 
     def _publish_whole(self, sync: int, started: float, created_at: float) -> None:
         """Publish a version as an anchor: the mirrored tensors, and those that are not trained."""
-        largest = max(self.shapes, key=lambda name: math.prod(self.shapes[name]))
-        owner = self.owners[largest]
-        bits = self.mirror.bits(largest) if owner == self._peers.rank else None
-        shared = self._peers.share(bits, self.shapes[largest], owner)
-        self._spread(self._untrained(self.shapes, lambda _: shared) if self._untrained else ())
+        if not self.shapes:
+            raise errors.CodecError("no parameter was handed over: publish `model.named_parameters()`")
+        if self._untrained:
+            self._spread(self._untrained(self.shapes, self.mirror.shapes, self.mirror.bits))
+        else:
+            self._spread(())
         self._lay_out()
         self.digest = to_hex(sum(self._peers.exchange(self.mirror.digest)))
         own = to_hex(self.mirror.digest)

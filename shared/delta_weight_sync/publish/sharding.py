@@ -259,16 +259,6 @@ class Peers:
                     dist.send(wire, owner, self._group) if self.main else dist.recv(wire, 0, self._group)
             yield name, shape, bits if owner == self.rank else None
 
-    def share(self, bits: Bits | None, shape: Sequence[int], source: int) -> Bits:
-        """Return the `bits` (uint16, of `shape`) of rank `source` on every rank."""
-        if self._group is None and bits is not None:
-            return bits
-        column = np.empty(tuple(shape), np.uint16) if bits is None else np.ascontiguousarray(bits)
-        self.exchange(None)  # raises if a rank has failed and will not share
-        with self._contact():
-            dist.broadcast(torch.from_numpy(column.reshape(-1).view(np.uint8)), source, group=self._group)
-        return column
-
 
 def own_digest(weights: Weights, owners: Mapping[str, int], rank: int) -> tuple[int, set[str]]:
     """Return the digest of the elements that this rank diffs, cast to bf16; and all parameters' names."""
