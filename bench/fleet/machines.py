@@ -87,15 +87,6 @@ class Scenario:
         """That encode or decode."""
         return util.threads(self.cores)
 
-    @property
-    def diff_s(self) -> float:
-        """In which a rank compares its shard, and exchanges changes with the others, as in `Plan`."""
-        diff_s, changes = cost.DIFF["fp32"].seconds(self.owned) / self.threads, self.changes(1)
-        if self.ranks == 1:
-            return diff_s
-        between = 6 * changes * (1 - 1 / self.machines) / (self.link * self.machines)
-        return diff_s + cost.SWAP.seconds(0, changes / self.ranks) + between
-
     def changes(self, syncs: float) -> float:
         """Weights that differ after this number of syncs, from the measured merges."""
         spans, factors = np.log(list(cost.MERGED)), np.log(list(cost.MERGED.values()))
@@ -223,11 +214,12 @@ class CountedMirror:
 
     def search(self) -> Any:
         """As in `Mirror`: each part has changed."""
-        parts = list[Any]()
+        parts, asked = list[Any](), self._scenario
 
         def found() -> Any:
-            self._sleep(self._scenario.diff_s)
-            return SimpleNamespace(patches=[CountedPatch(self._scenario, part.name, 1.0) for part in parts])
+            given = asked.ranks, asked.threads, asked.link
+            self._sleep(cost.diff_s(asked.params, asked.changes(1), "fp32", *given))
+            return SimpleNamespace(patches=[CountedPatch(asked, part.name, 1.0) for part in parts])
 
         return SimpleNamespace(add=parts.append, found=found)
 
@@ -243,7 +235,7 @@ class CountedMirror:
 
 
 class Seat:
-    """In place of `Peers`: what a rank sends to others takes no time here, see `Scenario.diff_s`."""
+    """In place of `Peers`: what a rank sends to others takes no time here, but `cost.diff_s` counts it."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self.rank, self.size, self.main = rank, group.size, rank == 0
@@ -267,9 +259,6 @@ class Seat:
     def scatter(self, *_: object) -> list[Any]:
         """As in `Peers`, without tensors."""
         return []
-
-    def share(self, *_: object) -> None:
-        """As in `Peers`."""
 
 
 @dataclass(frozen=True, eq=False)

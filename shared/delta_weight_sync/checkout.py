@@ -140,40 +140,34 @@ def follow(
             CheckpointFolder(reader, Path(into)) as folder,
             closing(Watcher(reader, poll_s, folder.held)) as watcher,  # refuses versions older than `held`
         ):
-            if version is None and not once:
-                yield from updates(reader, folder, watcher)
-            else:
+            if version is not None or once:
                 manifest = watcher.poll() if version is None else reader.manifest(version)
                 assert manifest is not None, "nothing was used before"
                 yield FollowedVersion(manifest, folder.update(manifest))
+                return
+            error: Exception | None = None
+            built: list[FollowedVersion] = []
+            last_complaint = ""
 
-    def updates(
-        reader: RunReader, folder: CheckpointFolder, watcher: Watcher
-    ) -> Generator[FollowedVersion, None, None]:
-        """Yield each newer version, perhaps one of them twice, but none older than the folder's version."""
-        error: Exception | None = None
-        built: list[FollowedVersion] = []
-        last_complaint = ""
+            def update(manifest: Manifest) -> None:
+                built.append(FollowedVersion(manifest, folder.update(manifest)))
 
-        def update(manifest: Manifest) -> None:
-            built.append(FollowedVersion(manifest, folder.update(manifest)))
+            def try_update(manifest: Manifest) -> None:
+                update(manifest) if folder.held else reader.try_older(manifest, update)
 
-        def try_update(manifest: Manifest) -> None:
-            update(manifest) if folder.held else reader.try_older(manifest, update)
-
-        while not stopped.is_set():
-            try:
-                if watcher.check(try_update):
-                    error = watcher.problem()
-            except (errors.DeltaWeightSyncError, OSError) as caught:
-                error = caught
-            yield from built
-            built.clear()
-            if error and str(error) != last_complaint:
-                complain(error)
-            last_complaint = str(error or "")
-            if not stopped.is_set():
-                watcher.wait(min(poll_s, _WAIT_S))
+            while not stopped.is_set():
+                try:
+                    if watcher.check(try_update):
+                        error = watcher.problem()
+                except (errors.DeltaWeightSyncError, OSError) as caught:
+                    error = caught
+                yield from built  # each newer version, perhaps one of them twice
+                built.clear()
+                if error and str(error) != last_complaint:
+                    complain(error)
+                last_complaint = str(error or "")
+                if not stopped.is_set():
+                    watcher.wait(min(poll_s, _WAIT_S))
 
     return FollowedVersions(versions(), stopped)
 

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -122,7 +121,7 @@ def write_bits(shapes: Shapes, bits: Callable[[str], Bits], path: Path) -> None:
     table = json.dumps(header).encode()
     table += b" " * (-len(table) % 8)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(table)) + table)
+        file.write(len(table).to_bytes(8, "little") + table)
         for name in shapes:
             file.write(np.ascontiguousarray(bits(name)).data)
 
@@ -161,11 +160,14 @@ class Base:
                 part["dtype"] = "bfloat16"
         (folder / "config.json").write_text(json.dumps(config, indent=2))
 
-    def untrained(self, trained: Shapes, bits: Callable[[str], Bits]) -> Iterator[tuple[str, Bits]]:
+    def untrained(
+        self, trained: Shapes, own: Iterable[str], bits: Callable[[str], Bits]
+    ) -> Iterator[tuple[str, Bits]]:
         """Yield (name, bits) of the checkpoint's tensors that the trainer does not publish itself.
 
         Args:
             trained: Shapes of the tensors that the trainer publishes.
+            own: Names of the tensors that this rank owns.
             bits: Returns the bits of one of these tensors, by name.
 
         Raises:
@@ -186,15 +188,16 @@ class Base:
             if stored.get(name, shape) != shape:
                 raise self._other(f"{name} has shape {shape}, but {stored[name]} in {self.name}")
         missing, strange = stored.keys() - trained.keys(), trained.keys() - stored.keys()
+        elements = {name: math.prod(shape) for name, shape in (stored | dict(trained)).items()}
         if strange:
-            if _size(trained[name] for name in strange) == _size(stored[name] for name in missing):
+            if sum(elements[name] for name in strange) == sum(elements[name] for name in missing):
                 return  # the same tensors under other names
             lack = f", and {min(missing)} was not published" if missing else ""
             raise self._other(f"{min(strange)} is not in {self.name}{lack}")
         if _HEAD in missing and stored[_HEAD] in trained.values():
             raise self._other(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
         if missing:
-            largest = max(trained, key=lambda name: math.prod(trained[name]))
+            largest = max(own, key=elements.__getitem__)
             file = next(path for path in shapes if largest in shapes[path])
             ((_, loaded),) = read_tensors(file, [largest])
             if (loaded == bits(largest)).mean() < _SAME:
@@ -207,7 +210,3 @@ class Base:
     def _other(self, why: str) -> CheckpointError:
         fix = "give as base the checkpoint that the policy was loaded from, and publish every parameter"
         return CheckpointError(f"{why}: {fix}")
-
-
-def _size(shapes: Iterable[tuple[int, ...]]) -> int:
-    return sum(map(math.prod, shapes))

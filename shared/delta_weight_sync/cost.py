@@ -100,8 +100,7 @@ PLACE: Final = Rate(0.0, 11.0)  # find the place of a change and read its old bi
 COMMIT: Final = Rate(0.0, 9.4)  # write changes and read them back, while generation waits (section "live")
 SAVE: Final = Rate(3.1)  # write a checkpoint to disk ("publish whole")
 LOAD: Final = Rate(0.175)  # read a checkpoint from the page cache ("receive whole")
-# Copy a state to new host memory while the CPU is busy: 0.64 ns per byte with fp32, 0.43 ns with bf16.
-COPY_STATE: Final[dict[Trainer, Rate]] = {"fp32": Rate(7.7), "fp32-start": Rate(7.7), "bf16": Rate(2.6)}
+COPY_STATE_S: Final = 0.64e-9  # per byte of a state: copy it to new host memory while the CPU is busy
 APPLY: Final = Rate(0.0, 8.6)  # add a decoded delta to weights in host memory
 TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed-up by a second thread (section "threads")
 
@@ -219,11 +218,7 @@ class Plan:
 
         # One sync.
         changes, decode = self.changes, DECODE[asked.encoding]
-        # Each rank compares its shard, then sends its changes to the owners of the tensors.
-        self.diff_s = DIFF[asked.trainer].seconds(params) / ranks / self.threads
-        if ranks > 1:
-            between = 6 * changes * (1 - 1 / self.trainer_machines)  # bytes that go to other machines
-            self.diff_s += SWAP.seconds(0, changes / ranks) + between / links
+        self.diff_s = diff_s(params, changes, asked.trainer, ranks, self.threads, link)
         parts = min(ranks, MAX_PARTS)
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / parts
         # The owners upload their parts over the links of their machines. Then rank 0 uploads the manifest.
@@ -278,7 +273,7 @@ class Plan:
         # Storage, requests to the Hub in five minutes, money.
         fetched_hour = min(self.published_hour, self.replica_versions_hour) * asked.replicas
         self.state = STATE_BYTES[asked.trainer] * params
-        self.copy_state_s = COPY_STATE[asked.trainer].seconds(params) / ranks
+        self.copy_state_s = COPY_STATE_S * self.state / ranks
         self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * links / 10)
         self.stored_hour, self.egress_hour = self.published_hour * stored, fetched_hour * self.delta
         # A rank's own tensors, and its blocks of other ranks' tensors.
@@ -308,6 +303,20 @@ class Plan:
         load_s = self.full / link + LOAD.seconds(params)
         self.full_s = publish_s + self.notification_s + load_s
         self.full_versions_hour = _HOUR_S / max(publish_s, POLL_S + load_s)
+
+
+def diff_s(params: float, changes: float, trainer: Trainer, ranks: int, threads: int, link: float) -> float:
+    """Return how many seconds the trainer waits for the diff.
+
+    Each rank compares its shard, and then sends its changes to the owners of the tensors. `threads`: of each
+    rank. `link`: bytes per second of each machine.
+    """
+    compare_s = DIFF[trainer].seconds(params) / ranks / threads
+    if ranks == 1:
+        return compare_s
+    machines = math.ceil(ranks / PER_MACHINE)
+    between = 6 * changes * (1 - 1 / machines)  # bytes that go to other machines
+    return compare_s + SWAP.seconds(0, changes / ranks) + between / (link * machines)
 
 
 def encode_s(params: float, changes: float, encoding: Encoding) -> float:

@@ -20,13 +20,12 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
+from delta_weight_sync.codec import Bits, Index
 from delta_weight_sync.codec._lanes import pointer
 from delta_weight_sync.util import in_order, kernel
 
 BLOCK = 4096
 _NO_BLOCK = np.uint64(1 << 63)  # no block has this number
-Bits = NDArray[np.uint16]
-Index = NDArray[np.int64]
 
 
 @kernel

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import astuple
 from itertools import pairwise
 from pathlib import Path
 
@@ -72,17 +73,7 @@ def test_round_trip_is_exact_for_every_bit_pattern(tmp, encoding, seed, share, s
         + np.where(rng.random(bits.shape) < share, rng.choice(moves, bits.shape), 0).astype(np.uint16)
         for name, bits in old.items()
     }
-    live = applied(delta_file(tmp, old, new, encoding), old)
-    for name in old:
-        np.testing.assert_array_equal(live[name], new[name])
-
-
-@pytest.mark.parametrize("encoding", LEVELS)
-def test_every_bf16_pattern_can_become_every_other_nearby_one(tmp, encoding):
-    old = {"w": np.arange(65536, dtype=np.uint16)}
-    for step in (1, 2, 32768, 65535):
-        new = {"w": old["w"] + np.uint16(step)}
-        np.testing.assert_array_equal(applied(delta_file(tmp, old, new, encoding), old)["w"], new["w"])
+    np.testing.assert_equal(applied(delta_file(tmp, old, new, encoding), old), new)
 
 
 def test_each_kind_of_change_gets_the_mode_that_is_cheapest_for_it(tmp):
@@ -147,12 +138,11 @@ def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, encoding):
     for number, (old, new) in enumerate(pairwise(states)):
         path = delta_file(tmp, old, new, encoding, base=number)
         deltas.append(codec.Delta(path.rename(tmp / f"{number}.{encoding}.safetensors")))
-    live = {name: bits.copy() for name, bits in states[0].items()}
-    (merged,) = codec.merged(deltas, shapes(live), states[0].__getitem__)
+    live = states[0]
+    (merged,) = codec.merged(deltas, shapes(live), live.__getitem__)
     for patch in merged.patches(shapes(live)):
         codec.apply(patch, live[patch.name])
-    for name in live:
-        np.testing.assert_array_equal(live[name], states[-1][name])
+    np.testing.assert_equal(live, states[-1])
 
 
 @pytest.mark.parametrize("encoding", LEVELS)
@@ -180,10 +170,7 @@ def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, encoding, m
         found.append(coded())
     (alone, changes), (together, same) = found
     assert together == alone
-    for one, other in zip(changes, same, strict=True):
-        assert one.name == other.name
-        np.testing.assert_array_equal(one.index, other.index)
-        np.testing.assert_array_equal(one.ulps, other.ulps)
+    np.testing.assert_equal([*map(astuple, changes)], [*map(astuple, same)])
     assert askers == {threading.current_thread()}, "it may hold a lock, and workers must ask in one order"
 
 

@@ -34,11 +34,9 @@ def test_a_checkpoint_of_any_float_is_read_in_its_shapes(tmp_path):
         "none": torch.zeros(0, 4),
     }
     save_file(weights, tmp_path / "model.safetensors")
-    read = dict(read_bits(tmp_path))
-    assert shapes_in(tmp_path / "model.safetensors") == {n: tuple(t.shape) for n, t in weights.items()}
-    assert {name: bits.shape for name, bits in read.items()} == {
-        n: tuple(t.shape) for n, t in weights.items()
-    }
+    read, shapes = dict(read_bits(tmp_path)), {name: tuple(t.shape) for name, t in weights.items()}
+    assert shapes_in(tmp_path / "model.safetensors") == shapes
+    assert {name: bits.shape for name, bits in read.items()} == shapes
     for name, tensor in weights.items():
         np.testing.assert_array_equal(read[name], to_bits(tensor))
 

@@ -35,6 +35,7 @@ TRAINERS = {"fp32 master, late": "fp32", "fp32 master, from bf16": "fp32-start",
 SETS = [(s["model"], TRAINERS[s["trainer"]], s) for s in MEASURED["size"]["sets"]]
 GROWTH = [*MEASURED["growth"]["changes"], *MEASURED["growth"]["size"]]
 SIZE_TOLERANCE, TIME_FACTOR, TABLE_TOLERANCE = 0.05, 2.0, 0.01
+POLL = {"all": 1, "api": 0, "files": 1}  # requests of a poll of HEAD
 
 
 @pytest.mark.parametrize("encoding", ["fast", "small"])
@@ -124,10 +125,9 @@ def clients(
 def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_path):
     bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
     with clients(bucket, tmp_path) as (publish, take, watcher):
-        looking = {"all": 1, "api": 0, "files": 1}
         assert counted(hub, publish) == cost.PUBLISHING
-        assert counted(hub, take) == {kind: looking[kind] + cost.TAKING[kind] for kind in looking}
-        assert counted(hub, watcher.poll) == looking
+        assert counted(hub, take) == {kind: POLL[kind] + cost.TAKING[kind] for kind in POLL}
+        assert counted(hub, watcher.poll) == POLL
         watcher._notifications.unprompted = True
         assert counted(hub, watcher.poll) == {"all": 2, "api": 1, "files": 1}, "a safety poll"
 
@@ -160,11 +160,7 @@ def test_requests_per_version_of_several_ranks(hub, hub_env, tmp_path):
         taken = counted(hub, lambda v=version: reader.fetch_all(watcher.poll().delta, tmp_path / f"{v}"))
         watcher.mark_used()
     further = {kind: (ranks - 1) * count for kind, count in cost.TAKING_PART.items()}
-    assert taken == {
-        "all": 1 + cost.TAKING["all"] + further["all"],
-        "api": cost.TAKING["api"] + further["api"],
-        "files": 1 + cost.TAKING["files"] + further["files"],
-    }, "with the poll of HEAD"
+    assert taken == {kind: POLL[kind] + cost.TAKING[kind] + further[kind] for kind in POLL}
 
 
 def test_large_parts_of_a_version_are_fetched_together(hub, hub_env, tmp_path, monkeypatch):

@@ -21,12 +21,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @contextlib.contextmanager
 def threads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in {
-            "util.THREADS": 3,
-            "codec._patch._CHUNK": 100,
-            "publish.mirror._TAKEN": 50,
-        }.items():
-            patch.setattr(f"delta_weight_sync.{name}", size)
+        patch.setattr("delta_weight_sync.util.THREADS", 3)
+        patch.setattr("delta_weight_sync.codec._patch._CHUNK", 100)
+        patch.setattr("delta_weight_sync.publish.mirror._TAKEN", 50)
         yield
 
 

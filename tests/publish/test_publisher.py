@@ -238,6 +238,8 @@ def test_a_loop_that_fails_publishes_nothing_more(url, base, tmp_path, monkeypat
         pass  # nothing was handed over
     with pytest.raises(CodecError, match=r"norm\.weight comes twice"), Publisher(url, base) as publisher:
         publisher.publish([("norm.weight", torch.zeros(4))] * 2)
+    with pytest.raises(CodecError, match="no parameter was handed over"), Publisher(url, base) as publisher:
+        publisher.publish([])
     with pytest.raises(CheckpointError, match=r"holds no config\.json: name a checkpoint's folder as base"):
         Publisher(url, tmp_path)
     assert flushed == []
@@ -272,7 +274,7 @@ def test_publishing_takes_one_bf16_copy_of_the_model(tmp_path):
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | COUNTED)
     deltas, jump = map(int, done.stdout.split())
     assert MIRROR <= deltas < 1.25 * MIRROR, "one copy, and no second one"
-    assert jump < 1.9 * MIRROR
+    assert jump < 2 * MIRROR
 
 
 def publish(folder: Path) -> None:

@@ -280,6 +280,21 @@ def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
     assert second == [told.format(0, own), own, told.format(0, own), own]
 
 
+def _publish_nan(rank: int, folder: Path) -> None:
+    model = Model()
+    model.big.detach().fill_(torch.nan)
+    shard(model, "fsdp")
+    with _publisher(folder, allow_nonfinite=True) as publisher:
+        publisher.publish(model.named_parameters())
+        assert publisher.digest(model.named_parameters()) == publisher.flush().digest
+
+
+@pytest.mark.full
+def test_a_nan_has_the_same_bits_in_a_whole_tensor_as_in_its_blocks(tmp_path):
+    """torch's own cast of NaN to bf16 depends on the machine and on the tensor's size."""
+    assert forked.ranks(_publish_nan, 2, tmp_path) == [0, 0]
+
+
 def test_a_rank_whose_layout_changed_says_so():
     """Its mirror would no longer be that of the elements it sends."""
     shards = Shards("host")

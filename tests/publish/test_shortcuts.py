@@ -1,5 +1,6 @@
 """Jumps over several versions and anchors: made beside the publisher, named by a later version, exact."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,13 @@ from tests.support.records import manifest_of
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """So much of it drifts that an anchor would be due every few versions: here none is."""
     monkeypatch.setattr(RunWriter, "anchor_is_due", lambda _: False)
-    run = Drifting(tmp_path / "bucket")
-    yield run
-    run.close()
+    with closing(Drifting(tmp_path / "bucket")) as run:
+        yield run
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> RunWriter:
+    return RunWriter(open_bucket(f"file://{tmp_path}", create=True), "r", model="m", assets=None)
 
 
 def spans(refs: tuple[DeltaRef, ...]) -> list[tuple[int, int]]:
@@ -87,8 +92,7 @@ def test_a_short_jump_takes_no_copy_of_the_checkpoint_and_decodes_nothing(run, t
 
 
 def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path, caplog):
-    run = Drifting(tmp_path / "bucket", keep=Keep.parse("1h"))
-    try:
+    with closing(Drifting(tmp_path / "bucket", keep=Keep.parse("1h"))) as run:
         run.steps(3)
         (manifest,) = (run.folder / f"runs/{RUN}/manifests").glob("00000002.*")
         manifest.write_bytes(b"torn")
@@ -97,8 +101,6 @@ def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path
         assert len(list(manifest.parent.iterdir())) == 14
         assert "deleted nothing of the run, because a manifest is damaged: " in caplog.text
         assert manifest.name in caplog.text
-    finally:
-        run.close()
 
 
 @pytest.mark.parametrize("part", ["/jumps/", "/anchors/"])
@@ -168,18 +170,16 @@ def test_a_copy_that_somebody_wrote_into_makes_no_jump(run, caplog):
 
 
 @pytest.mark.parametrize(("version", "due"), [(500, False), (9000, True)])
-def test_an_anchor_comes_before_a_manifest_names_too_many_deltas(tmp_path, version, due):
+def test_an_anchor_comes_before_a_manifest_names_too_many_deltas(writer, version, due):
     """A join takes few of them, but those since an anchor between two jumps are all named."""
-    writer = RunWriter(open_bucket(f"file://{tmp_path}", create=True), "r", model="m", assets=None)
     newest = manifest_of(version, 3)
     jump = newest.deltas[0].model_copy(update={"base": 3, "version": version})
     writer.newest = newest.model_copy(update={"jumps": (jump,), "full_bytes": 1000})
     assert writer.anchor_is_due() == due
 
 
-def test_an_anchor_stays_ordered_until_all_ranks_have_tried_to_store_it(tmp_path):
+def test_an_anchor_stays_ordered_until_all_ranks_have_tried_to_store_it(writer):
     """A jump to its version may be stored first; without this, each version would order another anchor."""
-    writer = RunWriter(open_bucket(f"file://{tmp_path}", create=True), "r", model="m", assets=None)
     writer.ordered = 8
     for stored in ([[Stored(0, 8, ())], [Stored(0, 8, ())]], [[Stored(None, 8, ())], []]):
         writer.collect(stored)
@@ -191,12 +191,11 @@ def test_an_anchor_stays_ordered_until_all_ranks_have_tried_to_store_it(tmp_path
 def test_the_next_trainer_goes_on_with_jumps_of_its_own(run, tmp_path):
     run.steps(12)
     run.close()
-    resumed = Drifting(tmp_path / "bucket", seed=1)
-    resumed.steps(13)
-    assert spans(resumed.newest.jumps) == [(0, 8), (12, 16), (16, 24)], "it went on from version 12"
-    assert spans(resumed.newest.recipe().deltas)[0] == (0, 8)
-    is_built(resumed.reader, resumed.newest.version, tmp_path)
-    resumed.close()
+    with closing(Drifting(tmp_path / "bucket", seed=1)) as resumed:
+        resumed.steps(13)
+        assert spans(resumed.newest.jumps) == [(0, 8), (12, 16), (16, 24)], "it went on from version 12"
+        assert spans(resumed.newest.recipe().deltas)[0] == (0, 8)
+        is_built(resumed.reader, resumed.newest.version, tmp_path)
 
 
 def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, request, caplog):

@@ -6,7 +6,7 @@ The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from delta_weight_sync.checkpoint import Shapes
 from delta_weight_sync.codec import groups
 from delta_weight_sync.codec._patch import Bits, Patch, apply, merge
 from delta_weight_sync.codec.groups import Decoded, Group, Many, Mode, Old, Streams
@@ -29,7 +30,6 @@ from delta_weight_sync.util import in_order
 
 DELTA_FORMAT = "delta-weight-sync-delta/2"
 Encoding = Literal["fast", "small"]
-Shapes = Mapping[str, tuple[int, ...]]
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
 _LONGEST = 300  # max characters of an error's reason
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors

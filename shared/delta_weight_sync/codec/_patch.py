@@ -18,10 +18,10 @@ Bits = NDArray[np.uint16]
 Index = NDArray[np.int64]
 Table = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
+INFINITY = 0x7F80  # the exponent of infinities and NaNs
 _LINE = 1 << 11  # values compared at a time; rounded to bf16, they stay in the fastest cache
 _CHUNK = 1 << 18  # one call of `_compare` compares about this many values, at most twice as many
 _BATCHES = 16  # calls of `_compare` in one job of a thread
-_INFINITY = 0x7F80  # the exponent of infinities and NaNs
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ def _compare(tensors: Table, pieces: Table, index: Index, ulps: Bits, counts: Ta
             count += _scan(old, new, at, index[count:], ulps[count:])
             for j in range(begin, count):
                 bits = new[index[j] - at]
-                counts[1, p] += (bits & np.uint16(_INFINITY)) == _INFINITY
+                counts[1, p] += (bits & np.uint16(INFINITY)) == INFINITY
             counts[0, p] += count - begin
     return count
 

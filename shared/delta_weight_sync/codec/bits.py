@@ -33,18 +33,12 @@ Numbers = NDArray[np.int64]
 State = NDArray[np.int64]
 
 
-@kernel
 def rice_k(numbers: Numbers) -> tuple[int, int]:
     """Return (k, bits): the best k for runs between independent events, and the section's length in bits."""
-    total, k = np.int64(0), 0
-    for number in numbers:
-        total += number
+    total, k = int(numbers.sum()), 0
     if total > 0:
         k = min(max(math.ceil(math.log2(-HALFWAY / math.log1p(numbers.size / total))), 0), MAX_K)
-    bits = np.int64(numbers.size) * (k + 1)
-    for number in numbers:
-        bits += number >> k
-    return k, int(bits)
+    return k, numbers.size * (k + 1) + int((numbers >> k).sum())
 
 
 @kernel
@@ -174,13 +168,12 @@ class Section(NamedTuple):
 
 def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
     """Encode bands. `bands[b]`: the run before each event of band b; `totals[b]`: number of its items."""
-    flips = [2 * runs.size > total for runs, total in zip(bands, totals, strict=True)]
-    given = zip(bands, totals, flips, strict=True)
-    coded = [_others(runs, total) if flip else runs for runs, total, flip in given]
-    sections = []
-    for runs, flip in zip(coded, flips, strict=True):
-        k, bits = rice_k(runs)
-        sections.append(Section(runs.size, k, flip, bits))
+    sections, coded = list[Section](), list[Numbers]()
+    for runs, total in zip(bands, totals, strict=True):
+        flip = 2 * runs.size > total
+        coded.append(_others(runs, total) if flip else runs)
+        k, bits = rice_k(coded[-1])
+        sections.append(Section(coded[-1].size, k, flip, bits))
     words, at = np.zeros(sum(section.bits for section in sections) // 64 + 2, np.uint64), 0
     for runs, section in zip(coded, sections, strict=True):
         at = put_rice(runs, section.k, words, at)
@@ -264,16 +257,15 @@ def finished(state: State) -> bool:
     return bool((state[LEFT] == 0).all() and (state[RUN] > FAR >> 1).all())
 
 
-@kernel
+def runs_before(events: Numbers) -> Numbers:
+    """Return the run before each event: int64 [n]. `events`, int64 [n], are ascending positions."""
+    runs = events.copy()
+    runs[1:] -= events[:-1]
+    runs[1:] -= 1
+    return runs
+
+
 def _others(runs: Numbers, total: int) -> Numbers:
     """Return, for each item that is not an event, the number of events directly before that item."""
-    out = np.zeros(total - runs.size, np.int64)
-    at, events = 0, 0
-    for run in runs:
-        if run > 0:
-            out[at] = events
-            at, events = at + run, 0
-        events += 1
-    if at < out.size:
-        out[at] = events
-    return out
+    events = np.cumsum(runs + 1) - 1
+    return runs_before(np.delete(np.arange(total), events))

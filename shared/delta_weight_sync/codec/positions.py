@@ -83,28 +83,6 @@ def _exponent(bits: np.uint16) -> np.uint16:
     return (bits >> np.uint16(7)) & np.uint16(0xFF)
 
 
-@kernel
-def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
-    """Write a tensor's runs to `out` [n]; return the number of elements after the last change.
-
-    `carried`: the number that the call for the previous tensor returned.
-    """
-    before = np.int64(-1) - carried
-    for j in range(index.size):
-        out[j] = index[j] - before - 1
-        before = index[j]
-    return int(numel - 1 - before)
-
-
-@kernel
-def neighbours(index: Index) -> int:
-    """Count the changes whose preceding element changed, too."""
-    count = 0
-    for j in range(1, index.size):
-        count += index[j] == index[j - 1] + 1
-    return count
-
-
 def band_runs(
     olds: Sequence[Bits], indices: Sequence[Index], cut: Cut
 ) -> tuple[list[Index], list[int], Band]:
@@ -123,9 +101,8 @@ def band_runs(
 
 def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
     """Split `numbers` by band, and keep their order."""
-    out, ends = np.empty_like(numbers), np.zeros(bands, np.int64)
-    _place(numbers, band_of, ends, out)
-    return np.split(out, ends[:-1])
+    ends = np.bincount(band_of, minlength=bands).cumsum()
+    return np.split(numbers[np.argsort(band_of, kind="stable")], ends[:-1])
 
 
 @kernel
@@ -203,19 +180,6 @@ def _band_runs(
         for band in range(BANDS):
             carried[band] += totals[band]
             elements[band] += totals[band]
-
-
-@kernel
-def _place(numbers: Index, band_of: Band, ends: Index, out: Index) -> None:
-    """Write `numbers` to `out`, band by band. `ends` [bands], zeros at first, gets each band's end."""
-    for band in band_of:
-        ends[band] += 1
-    total = 0
-    for band in range(ends.size):
-        ends[band], total = total, total + ends[band]
-    for j in range(numbers.size):
-        out[ends[band_of[j]]] = numbers[j]
-        ends[band_of[j]] += 1
 
 
 @kernel

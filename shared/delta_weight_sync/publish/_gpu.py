@@ -30,9 +30,8 @@ from delta_weight_sync.util import in_parts, kernel
 COUNTS = 8192  # exceeds the number of changes in a tile
 TILE = tl.constexpr(BLOCK)
 COLUMNS = tl.constexpr(6)  # of `entries`: addresses of parameter and mirror, start, stop, seed, first tile
-CELLS = 64  # cells of `book` for the change of the digest: many, so that atomic additions rarely collide
-TOTALS = tl.constexpr(2 + CELLS)  # cells of `book` before those of the tiles
-_CELLS = tl.constexpr(CELLS)
+_CELLS = tl.constexpr(64)  # cells of `book` for the digest: many, so that atomic additions rarely collide
+TOTALS = tl.constexpr(2 + _CELLS.value)  # cells of `book` before those of the tiles
 _COUNTS = tl.constexpr(COUNTS)
 KINDS = {torch.bfloat16: tl.int16, torch.float32: tl.float32, torch.float16: tl.float16}
 _ALIGNED = 16  # bytes that a thread can read in one load, if they are aligned

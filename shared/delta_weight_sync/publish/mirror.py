@@ -22,13 +22,11 @@ from delta_weight_sync import codec, digest, util
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.errors import CodecError
-from delta_weight_sync.util import in_order
 
 if TYPE_CHECKING:  # `_gpu` needs Triton, which only a GPU build of torch installs
     from delta_weight_sync.publish._gpu import Changes, DeviceDiff
 
 Place = Literal["host", "device"]
-_INFINITY = 0x7F80  # the exponent of infinities and NaNs
 _TAKEN = 1 << 18  # one job of a thread applies about this many changes
 _HELD = 1 << 30  # bytes of temporary tensors (gathered, merged) that may wait to be compared
 
@@ -139,8 +137,7 @@ class Mirror:
             new = new.contiguous()
             kept.append((old, new))
             rows.append((old.data_ptr(), new.data_ptr(), new.element_size(), new.numel()))
-        table = np.array(rows, np.int64).reshape(-1, 4)
-        (counts, bad), index, ulps = codec.compare(table, _threads())
+        (counts, bad), index, ulps = codec.compare(np.array(rows, np.int64), _threads())
         for number in np.flatnonzero(bad) if self._finite else ():
             self.require_finite(parts[number].name, to_bits(parts[number].tensor))
         ends, patches = counts.cumsum(), []
@@ -151,7 +148,7 @@ class Mirror:
 
     def require_finite(self, name: str, bits: Bits) -> None:
         """Raise `CodecError` if `bits` hold NaN or infinity and this mirror allows only finite weights."""
-        if self._finite and ((bits & _INFINITY) == _INFINITY).any():
+        if self._finite and ((bits & codec.INFINITY) == codec.INFINITY).any():
             raise CodecError(
                 f"{name} has weights that are NaN or infinite, so nothing was published: lower the learning"
                 " rate or clip gradients, and resume; to publish them, set allow_nonfinite=True"
@@ -178,7 +175,7 @@ class Mirror:
         numbers = np.cumsum([patch.index.size for patch in on_host]) // _TAKEN
         batches = groupby(zip(numbers.tolist(), on_host, strict=True), key=itemgetter(0))
         parts = ([patch for _, patch in batch] for _, batch in batches)
-        self.digest += sum(in_order(self._take, parts, _threads()))
+        self.digest += sum(util.in_order(self._take, parts, _threads()))
         for device, some in on_device.items():
             self.digest += self._on(device).take(some, self._bits)
 
@@ -240,7 +237,8 @@ class Search:
         waiting, self._waiting, self._held = self._waiting, [], 0
         on_devices = [part for part in waiting if has_kernels(part.tensor)]
         self._found.devices.extend(self._mirror.find_on_devices(on_devices))
-        self._found.host.extend(self._mirror.find_on_host([p for p in waiting if not has_kernels(p.tensor)]))
+        if on_host := [part for part in waiting if not has_kernels(part.tensor)]:
+            self._found.host.extend(self._mirror.find_on_host(on_host))
         return self._found
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import math
 import shutil
@@ -30,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 
 from delta_weight_sync import codec, errors
-from delta_weight_sync.checkpoint import WEIGHTS, to_bits, write_bits
+from delta_weight_sync.checkpoint import INDEX, WEIGHTS, Shapes, to_bits, write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
@@ -42,7 +43,7 @@ from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
-Untrained = Callable[[Mapping[str, tuple[int, ...]], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
+Untrained = Callable[[Shapes, Iterable[str], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
 Kind = TypeVar("Kind")
 _FILE_BYTES = 5_000_000_000  # limit of bytes of an anchor's file; a larger tensor has a file of its own
 _CLOSING_S = 60.0
@@ -95,7 +96,8 @@ class Outbox:
     """One rank's publishing half. In the trainer's thread, all ranks create their outboxes at the same time,
     and publish at the same time. Only rank 0 has a `log`, and calls `flush`, `pin` and `pinned`. `writer` is
     a `RunWriter` on rank 0, otherwise a `PartWriter`. `untrained`, on rank 0, returns the tensors that are
-    not trained; it gets the trained tensors' shapes, and a function that returns the largest one's bits.
+    not trained. It gets the trained tensors' shapes, the names that rank 0 owns, and a function that returns
+    the bits of one of these.
     """
 
     def __init__(
@@ -125,7 +127,6 @@ class Outbox:
         self._files: dict[str, list[str]] = {}  # each checkpoint file of this rank -> its tensors
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # version of the newest anchor
         self._sent = 0  # bytes that all ranks uploaded up to the newest version
-        self._encoded = b""  # the delta file of the version that is being published
         self._updates: list[PendingUpdate] = []  # oldest first; all merged into one, unless one is pinned
         self._held = False  # the newest sync is held back, because the bucket has it
         self._pinned: tuple[str, Manifest | None] = "", None  # digest of the pinned sync; its manifest
@@ -266,9 +267,11 @@ class Outbox:
         names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         names = names if count > 1 else [WEIGHTS]
         self._files = dict(zip(names[before:], files, strict=False))
-        if isinstance(self._writer, RunWriter) and count > 1:
+        if self._peers.main and count > 1:
             inside = itertools.chain(*ranks)
-            self._writer.index = {n: file for file, some in zip(names, inside, strict=True) for n in some}
+            index = {name: file for file, some in zip(names, inside, strict=True) for name in some}
+            content = json.dumps({"metadata": {}, "weight_map": index})
+            (self.shortcuts.path / INDEX).write_text(content)
         self._write(self.shortcuts.path)
 
     def _idle(self) -> bool:
@@ -333,23 +336,24 @@ class Outbox:
 
     def _publish_whole(self, sync: int, started: float, created_at: float) -> None:
         """Publish a version as an anchor: the mirrored tensors, and those that are not trained."""
-        largest = max(self.shapes, key=lambda name: math.prod(self.shapes[name]))
-        owner = self.owners[largest]
-        bits = self.mirror.bits(largest) if owner == self._peers.rank else None
-        shared = self._peers.share(bits, self.shapes[largest], owner)
-        self._spread(self._untrained(self.shapes, lambda _: shared) if self._untrained else ())
+        if not self.shapes:
+            raise errors.CodecError("no parameter was handed over: publish `model.named_parameters()`")
+        if self._untrained:
+            self._spread(self._untrained(self.shapes, self.mirror.shapes, self.mirror.bits))
+        else:
+            self._spread(())
         self._lay_out()
         self.digest = to_hex(sum(self._peers.exchange(self.mirror.digest)))
         own = to_hex(self.mirror.digest)
         base = PendingUpdate([], self.digest, own, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
         files = self._writer.put_weights(version, sorted(self.shortcuts.path.iterdir()))
-        parts: list[list[FileRef]] = self._peers.exchange(files)
+        stored: list[tuple[list[FileRef], int]] = self._peers.exchange((files, self._writer.bucket.sent))
         manifest = None
         if isinstance(self._writer, RunWriter):
-            anchor = AnchorRef(version=version, files=tuple(itertools.chain(*parts)))
+            anchor = AnchorRef(version=version, files=tuple(file for part, _ in stored for file in part))
             manifest = self._commit(self._writer, base, (), anchor)
-            self._report(manifest, base, 0.0, 0)
+            self._report(manifest, base, 0.0, sum(sent for _, sent in stored[1:]))
         self._writer.newest = self._peers.exchange(manifest)[0]
         self.shortcuts.restart(version)
 
@@ -383,11 +387,9 @@ class Outbox:
     def _publish(self, job: PendingUpdate) -> None:
         version, started = (self.version or 0) + 1, time.perf_counter()
         old = functools.partial(self._before, job)
-        self._encoded = codec.encode(
-            job.patches, old, base=version - 1, version=version, encoding=self._encoding
-        )
+        data = codec.encode(job.patches, old, base=version - 1, version=version, encoding=self._encoding)
         encode_s, changed = time.perf_counter() - started, sum(p.index.size for p in job.patches)
-        put, writer = functools.partial(self._writer.put_delta, version, self._encoded, changed), self._writer
+        put, writer = functools.partial(self._writer.put_delta, version, data, changed), self._writer
         some = changed or self._peers.main  # only rank 0 stores an empty part
         part = self._until_stored(version, put, put) if some else None
         lacks = bool(some) and part is None  # this outbox was closed before its part was stored
@@ -407,7 +409,7 @@ class Outbox:
         if news:
             self._writer.newest = news[0]
             published = Published(news[0], job.patches, job.own, anchor=news[1])
-            self.shortcuts.add(published, self._encoded, self._write)
+            self.shortcuts.add(published, data, self._write)
 
     def _until_stored(
         self, version: int, attempt: Callable[[], Kind], again: Callable[[], Kind]

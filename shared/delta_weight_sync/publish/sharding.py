@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 
 from delta_weight_sync.checkpoint import Shapes, to_bits
-from delta_weight_sync.codec import Bits, Decoded, Index, Patch
+from delta_weight_sync.codec import Bits, Decoded, Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CodecError, PeerError
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place
@@ -147,6 +147,8 @@ def gathered(
             yield name, tensor
         else:
             full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
+            if own and tensor.dtype != torch.bfloat16 and not full.is_cuda:
+                full.masked_fill_(full.isnan(), torch.nan)  # the NaN of `to_bits`, not of torch's cast
             yield name, full if own else tensor
 
 
@@ -251,26 +253,11 @@ class Peers:
                 return
             owner = owners.of(name, shape)
             if owner and self.rank in (0, owner):
-                flat = np.empty(shape, np.uint16) if bits is None else np.ascontiguousarray(bits)
-                send_or_receive = cast(Any, dist.send if self.main else dist.recv)
+                bits = np.empty(shape, np.uint16) if bits is None else np.ascontiguousarray(bits)
+                wire = torch.from_numpy(bits.reshape(-1).view(np.uint8))
                 with self._contact():
-                    send_or_receive(_wire(flat.reshape(-1)), 0 if owner == self.rank else owner, self._group)
-                bits = flat
+                    dist.send(wire, owner, self._group) if self.main else dist.recv(wire, 0, self._group)
             yield name, shape, bits if owner == self.rank else None
-
-    def share(self, bits: Bits | None, shape: Sequence[int], source: int) -> Bits:
-        """Return the `bits` (uint16, of `shape`) of rank `source` on every rank."""
-        if self._group is None and bits is not None:
-            return bits
-        column = np.empty(tuple(shape), np.uint16) if bits is None else np.ascontiguousarray(bits)
-        self.exchange(None)  # raises if a rank has failed and will not share
-        with self._contact():
-            dist.broadcast(_wire(column.reshape(-1)), source, group=self._group)
-        return column
-
-
-def _wire(column: Index | Bits) -> torch.Tensor:
-    return torch.from_numpy(column.view(np.uint8))
 
 
 def own_digest(weights: Weights, owners: Mapping[str, int], rank: int) -> tuple[int, set[str]]:

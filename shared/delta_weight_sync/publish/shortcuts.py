@@ -228,7 +228,12 @@ class Shortcuts:
             self._unsent.append(self._jump(start, bits))
             start.begin(number, self.path)
         while self._unsent:
-            self._send_jump(*self._unsent[0])
+            base, end, data, changed = self._unsent[0]
+            some = changed or isinstance(self._writer, RunWriter)  # only rank 0 stores an empty part
+            files = [self._writer.put_jump(base, end, data, changed)] if some else []
+            self._unnamed |= {file.key: end for file in files}
+            with self._changed:
+                self._stored.append(Stored(base, end, files))
             del self._unsent[0]
         if version.anchor:
             anchor = self._writer.put_weights(number, sorted(self.path.iterdir()))
@@ -250,13 +255,6 @@ class Shortcuts:
 
         data = codec.encode(counted(), old, base=base, version=version, encoding=self._encoding)
         return base, version, data, sum(sizes)
-
-    def _send_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
-        some = changed or isinstance(self._writer, RunWriter)  # only rank 0 stores an empty part
-        files = [self._writer.put_jump(base, version, data, changed)] if some else []
-        self._unnamed |= {file.key: version for file in files}
-        with self._changed:
-            self._stored.append(Stored(base, version, files))
 
     def _prune(self, newest: Manifest) -> None:
         """Prune until there is room for an anchor and twice the bytes added between the last two prunings."""

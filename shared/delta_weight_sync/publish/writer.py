@@ -5,7 +5,6 @@ stored, rank 0 names them in a manifest, and writes HEAD (`RunWriter`).
 """
 
 import hashlib
-import json
 import logging
 import tempfile
 import time
@@ -99,7 +98,6 @@ class RunWriter(PartWriter):
         self._asset_refs: list[FileRef] = []
         self._decided: Manifest | None = None  # the next version, until it is in the bucket
         self._delta: tuple[str, bytes] | None = None  # key and content of that version's delta
-        self.index: Mapping[str, str] = {}  # tensor -> its file, if the weights are in several files
         self.ordered: int | None = None  # the version of an anchor that not all ranks have stored yet
         self._parts: dict[tuple[int | None, int], dict[int, Stored]] = {}  # (base, version) -> rank -> part
         self._jumps: list[DeltaRef] = []  # stored by all ranks, but named by no manifest yet
@@ -193,14 +191,8 @@ class RunWriter(PartWriter):
             self._asset_refs = [self._put_file(version, p) for p in files if p.suffix != ".safetensors"]
         elif self.newest and not self._asset_refs:
             self._asset_refs = [file for file in self.newest.anchor.small if file.name != INDEX]
-        table = []
-        if self.index:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / INDEX
-                path.write_text(json.dumps({"metadata": {}, "weight_map": self.index}))
-                table = [self._put_file(version, path)]
         self._damaged = False
-        return [*weights, *table, *self._asset_refs]
+        return [*weights, *self._asset_refs]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
         """Prepare the delta: `commit` stores it with manifest and HEAD. With several ranks, upload it now."""

@@ -81,10 +81,9 @@ class FileBucket(store.Bucket):
                 with os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
                     _write(file, data)
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                with suppress(FileNotFoundError):
+            finally:
+                with suppress(FileNotFoundError):  # after the rename, there is no such file
                     os.unlink(temporary, dir_fd=folder)
-                raise
 
     def _stat(self, key: str) -> store.ObjectInfo | None:
         *folders, name = key.split("/")

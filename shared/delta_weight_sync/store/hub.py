@@ -183,9 +183,12 @@ class HubBucket(store.Bucket):
                     token_refresh_url=url,
                     token_refresh_headers=headers,
                 ) as commit:
-                    starts = {bytes: commit.start_upload_bytes, str: commit.start_upload_file}
-                    sources = {key: data if isinstance(data, bytes) else str(data) for key, data in objects}
-                    sent = {key: starts[type(it)](it, sha256=SKIP_SHA256) for key, it in sources.items()}
+                    sent = {
+                        key: commit.start_upload_bytes(data, sha256=SKIP_SHA256)
+                        if isinstance(data, bytes)
+                        else commit.start_upload_file(str(data), sha256=SKIP_SHA256)
+                        for key, data in objects
+                    }
             except FAILURES:
                 XET_CONNECTION_INFO_CACHE.clear()  # the storage may have refused the token
                 raise

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,7 @@ def test_distances_that_need_the_old_weights_are_explained(tmp_path: Path) -> No
     path.write_bytes(codec.encode([patch], lambda _: old, base=6, version=7, encoding="small"))
     delta = open_delta([path])
     assert (delta.ulps, delta.encoding, delta.changes) == (None, "small", small.size)
+    assert replace(delta, modes=("raw", "mask")).encoding == "fast or small", "both use these modes"
     assert "(mode bands)" in delta.why
     assert delta.why in inside(delta)
 
