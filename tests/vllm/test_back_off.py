@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -267,6 +268,23 @@ def test_one_stale_read_brings_nothing_back(run, time, follower, vllm, tmp_path)
     assert (vllm.starts, len(vllm.served), error(follower)) == (1, 1, "")
 
 
+def test_a_join_that_succeeds_ends_the_pauses_of_earlier_joins(run, time, follower, vllm, monkeypatch):
+    run.step()
+    with monkeypatch.context() as refusing:
+        refusing.setattr(vllm, "take_checkpoint", refused("codec"))
+        time.pass_for(100, follower)  # the next join would be after 127 seconds
+    follower.commands.pin(0)
+    time.pass_for(2, follower)
+    monkeypatch.setattr(vllm, "take", refused(errors.WeightsChangedError.kind))
+    follower.commands.resume()
+    time.pass_for(2, follower)
+    assert follower.serving == run.newest, "it joined at once"
+
+
+def refused(kind: str) -> mock.Mock:
+    return mock.Mock(side_effect=errors.EngineError("refused", kind))
+
+
 # A store that fails is asked about as often as one that works.
 
 Fault = Callable[[str, str], None]
@@ -279,6 +297,18 @@ def serving(run: Drifting, time: QuickTime, follower: Follower) -> Follower:
     time.pass_for(2, follower)
     assert follower.serving == run.newest
     return follower
+
+
+def test_a_heal_that_is_refused_does_not_keep_a_replica_from_deltas(
+    run, time, serving, vllm, monkeypatch
+) -> None:
+    monkeypatch.setattr(vllm, "take_checkpoint", refused("codec"))
+    serving.commands.heal()
+    time.pass_for(2, serving)
+    run.step()
+    time.pass_for(2, serving)
+    assert serving.serving == run.newest
+    assert vllm.take_checkpoint.call_count == 1
 
 
 def asked_in_a_minute(time: QuickTime, follower: Follower) -> int:

@@ -233,8 +233,8 @@ def test_a_checkpoint_is_staged_from_whatever_is_live(tmp_path, monkeypatch, bat
     assert_same(model, wanted)
 
 
-def calls_of_a_sync(path: Path, tensors: int) -> int:
-    """How many Python functions a sync of 4096 weights in so many tensors calls."""
+def split_weights(path: Path, tensors: int) -> LiveWeights:
+    """4096 live weights in so many tensors; `path` gets a delta of three quarters of them."""
     size = 4096 // tensors
     old = {f"expert {i}": np.arange(size, dtype=np.uint16) for i in range(tensors)}
     step = np.where(np.arange(size) % 4, 0, 1).astype(np.uint16)
@@ -243,7 +243,12 @@ def calls_of_a_sync(path: Path, tensors: int) -> int:
     pieces = {name: (Piece(torch.arange(size, dtype=torch.int16), whole, whole),) for name in old}
     routes = {name: Route((size,), each) for name, each in pieces.items()}
     fallback = Fallback(torch.nn.Module(), {})
-    weights = LiveWeights(routes, dict.fromkeys(routes, (0,)), fallback, Ranks(1))
+    return LiveWeights(routes, dict.fromkeys(routes, (0,)), fallback, Ranks(1))
+
+
+def calls_of_a_sync(path: Path, tensors: int) -> int:
+    """How many Python functions a sync calls."""
+    weights = split_weights(path, tensors)
     known, called = weights.digest(), []
     worker.commit(weights.stage([path], known).steps, Ranks(1).agree)  # compiles
     known = weights.digest()
@@ -260,3 +265,12 @@ def test_a_sync_takes_no_step_in_python_for_each_tensor(tmp_path, monkeypatch, m
     """A mixture of experts has 20,000 of them."""
     monkeypatch.setattr("delta_weight_sync.util.THREADS", 1)
     assert calls_of_a_sync(tmp_path / "many", 512) < calls_of_a_sync(tmp_path / "few", 8) + 64
+
+
+@pytest.mark.parametrize("memory", [memory_module.HostMemory], indirect=True)
+def test_a_commit_of_few_changes_starts_no_threads(tmp_path, monkeypatch, memory):
+    monkeypatch.setattr("delta_weight_sync.util.THREADS", 3)
+    weights = split_weights(tmp_path / "delta", 512)
+    staged = weights.stage([tmp_path / "delta"], weights.digest())
+    monkeypatch.setattr("delta_weight_sync.util.ThreadPoolExecutor", None)
+    worker.commit(staged.steps, Ranks(1).agree)

@@ -249,7 +249,7 @@ class Follower:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
-            self._healing &= first or error.kind not in _REFUSALS  # if refused, go back to deltas
+            self._healing &= error.kind not in _REFUSALS  # if refused, go back to deltas
             raise
         self._joining.reset()
         for ref in manifest.anchor.weights:

@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -199,12 +200,15 @@ class LiveWeights:
         self.shapes = {name: routes[name].shape for name in owned} | kept
         self._table = own = Table(routes, owned)
         everyone = ranks.gather((own.rows, own.starts))
-        self._tables = [own.of_worker(*everyone[rank]) for rank in ranks.near]
+        self._tables = [copy(own) for _ in ranks.near]  # of the workers on this host, only for `find`
+        for table, rank in zip(self._tables, ranks.near, strict=True):
+            table.rows, table.starts = everyone[rank]
         self.memory = memory_of(self._table)
 
     def digest(self, *, known: bool = False) -> int:
         """Digest of the live parameters of all workers. `known`: without reading them again."""
-        mine = self.memory.known_digest() if known else self.memory.digest()
+        with self._ranks.fail_together():
+            mine = self.memory.known_digest() if known else self.memory.digest()
         return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
 
     def bits(self, name: str) -> Bits:
@@ -234,7 +238,7 @@ class LiveWeights:
             share = ranks.place % len(tables), len(tables)
             decoded = [*codec.merged(deltas, self.shapes, self.bits, share)]
             found = memory.find(decoded, tables)
-        reloaded = [p for part in decoded if kept for p in part.patches(self.shapes) if p.name in kept]
+            reloaded = [p for part in decoded if kept for p in part.patches(self.shapes) if p.name in kept]
         if len(tables) > 1:
             found = [ranks.swap(found)]
             reloaded = [*chain(*ranks.gather(reloaded, near=True))] if kept else []
@@ -242,10 +246,11 @@ class LiveWeights:
 
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
-        # "r+", although nothing is written, because numba would compile kernels again for read-only arrays.
-        wanted = checkpoint.map_folder(folder, "r+")
-        patches = (codec.diff(name, bits, wanted[name]) for name, bits in self._fallback.bits.items())
-        reloaded = [patch for patch in patches if patch.index.size]
+        with self._ranks.fail_together():
+            # "r+", although nothing is written: numba would compile kernels again for read-only arrays.
+            wanted = checkpoint.map_folder(folder, "r+")
+            patches = (codec.diff(name, bits, wanted[name]) for name, bits in self._fallback.bits.items())
+            reloaded = [patch for patch in patches if patch.index.size]
         return self._staged(self._differences(wanted), reloaded, self.digest())
 
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Changes]:
@@ -262,8 +267,9 @@ class LiveWeights:
                 yield Changes(*counts, index.astype(np.int32), ulps)
 
     def _staged(self, found: Iterable[Changes], reloaded: list[Patch], live: int) -> Staged:
-        write, moved = self.memory.prepare(Changes.joined(found))
-        reload, moved_too = self._fallback.stage(reloaded)
+        with self._ranks.fail_together():
+            write, moved = self.memory.prepare(Changes.joined(found))
+            reload, moved_too = self._fallback.stage(reloaded)
         digest = sum(self._ranks.gather(moved), live + moved_too) % (1 << 64)
         return Staged(digest, [reload, write])
 
