@@ -18,7 +18,7 @@ from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.routes import learn, ownership
 from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
 from tests import forked
-from tests.support.live_weights import delta
+from tests.support.live_weights import delta, load
 
 SHAPES = {"rows": (6, 5), "columns": (5, 6), "norm": (8,), "first": (5,)}
 
@@ -51,10 +51,7 @@ def stage_together(rank: int, folder: Path, hosts: str, shares: list[int]) -> No
     """What one of the workers does. Each tensor is a group of the delta's two parts."""
     socket.gethostname = lambda: hosts[rank]
     old, new = (dict(np.load(folder / f"{name}.npz")) for name in ("old", "new"))
-    models = Shard(rank, len(hosts)), Shard(rank, len(hosts))
-    for model, state in zip(models, (old, new), strict=True):
-        tensors = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in state.items()}
-        model.load_weights(tensors.items())
+    models = [load(Shard(rank, len(hosts)), state) for state in (old, new)]
     weights, together = learned_together(models[0])
     decoded, decode = list[str](), groups.decode_group
 
@@ -64,7 +61,7 @@ def stage_together(rank: int, folder: Path, hosts: str, shares: list[int]) -> No
 
     groups.decode_group, worker._MANY = noted, 0
     staged = weights.stage(sorted(folder.glob("*.safetensors")), weights.digest())
-    worker.commit(staged.steps, together.agree)
+    worker.commit(staged.steps, together)
     assert staged.digest == weights.digest() == state_digest(new)
     for mine, fresh in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(mine.view(torch.int16), fresh.view(torch.int16))

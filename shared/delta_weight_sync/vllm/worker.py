@@ -112,20 +112,14 @@ class Ranks:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """An exception in the block, on any worker, becomes an exception on all."""
+        """If the block raises an exception on any worker, raise `WorkerError` on all other workers."""
         try:
             yield
-        except Exception as error:
-            self.agree(error)
+        except BaseException as error:
+            self.gather(f"rank {self.rank}: {_sentence(error)}")
             raise
-        self.agree(None)
-
-    def agree(self, error: BaseException | None) -> None:
-        """If any worker has an `error`, raise `WorkerError` on all workers that have none."""
-        reasons = self.gather(_sentence(error) if error else None)
-        found = [f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason]
-        if error is None and found:
-            raise errors.WorkerError(found[0])
+        if failures := [failure for failure in self.gather("") if failure]:
+            raise errors.WorkerError(failures[0])
 
 
 class Fallback:
@@ -150,12 +144,8 @@ class Fallback:
         if changed := [name for name, bits in self._fingerprints().items() if bits != before[name]]:
             raise errors.RouteError(f"loading {names} again changed {changed[0]}: serve another model")
 
-    def digest(self) -> int:
-        """The share of these tensors in the digest. Add this share once, not for each rank."""
-        return state_digest(self.bits)
-
     def stage(self, patches: Sequence[Patch]) -> tuple[Step, int]:
-        """Return the step that loads the patched tensors, and the change of the digest (add it once, too)."""
+        """Return the step that loads the patched tensors, and how the digest changes (equal on all ranks)."""
         old = {patch.name: self.bits[patch.name] for patch in patches}
         new = {name: bits.copy() for name, bits in old.items()}
         for patch in patches:
@@ -209,7 +199,7 @@ class LiveWeights:
         """Digest of the live parameters of all workers. `known`: without reading them again."""
         with self._ranks.fail_together():
             mine = self.memory.known_digest() if known else self.memory.digest()
-        return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
+        return int(sum(self._ranks.gather(mine), state_digest(self._fallback.bits))) % (1 << 64)
 
     def bits(self, name: str) -> Bits:
         """One whole checkpoint tensor, on the host. All workers must call this for the same tensor."""
@@ -297,27 +287,21 @@ def warm_up(device: torch.device) -> Staged:
     return Staged()
 
 
-def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> float:
+def commit(steps: Sequence[Step], ranks: Ranks) -> float:
     """Write and check; if anything fails here or on another worker, undo everything and raise.
 
     Returns how many seconds the writes waited for earlier work on the device.
     """
     done: list[Step] = []
-    failure: BaseException | None = None
     waited_s, wrong = 0.0, 0
     try:
-        for step in steps:
-            done.append(step)  # before it is written: half a write is undone as well
-            missed, waited = step.do()
-            wrong, waited_s = wrong + missed, waited_s + waited
-        if wrong:
-            raise errors.CodecError(f"{wrong} elements read back differently from what was written")
-    except BaseException as error:  # noqa: BLE001 - raised below, after every worker knows
-        failure = error
-    try:
-        agree(failure)
-        if failure:
-            raise failure
+        with ranks.fail_together():
+            for step in steps:
+                done.append(step)  # before it is written: half a write is undone as well
+                missed, waited = step.do()
+                wrong, waited_s = wrong + missed, waited_s + waited
+            if wrong:
+                raise errors.CodecError(f"{wrong} elements read back differently from what was written")
     except BaseException:
         for step in reversed(done):
             step.undo()
@@ -397,7 +381,7 @@ class DeltaWorker:
             raise errors.CodecError(
                 f"the staged changes give digest {to_hex(staged.digest)}, but the published one is {digest}"
             )
-        waited_s = commit(staged.steps, self._ranks.agree)
+        waited_s = commit(staged.steps, self._ranks)
         self._digest = staged.digest
         took_s = time.perf_counter() - started
         return {"commit_s": took_s - waited_s, "waited_s": waited_s, "live_at": time.time()}
