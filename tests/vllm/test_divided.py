@@ -88,19 +88,24 @@ def test_the_workers_of_a_host_divide_the_decoding(tmp_path, monkeypatch, encodi
 
 
 def fail_alone(rank: int, folder: Path) -> None:
-    """What one of the workers does. On the first, three kinds of work fail, one after the other."""
+    """What one of the workers does. On the first, several kinds of work fail, one after the other."""
     worker._TIMEOUT = timedelta(seconds=20)
-    weights, _ = learned_together(Shard(rank, 2))
+    learning = object.__new__(worker.DeltaWorker)  # without a vLLM
+    learning._model = Shard(rank, 2)
+    weights, learning._ranks = learned_together(learning._model)
     by_deltas, by_checkpoint = partial(weights.stage, [], 0), partial(weights.stage_checkpoint, folder)
-    for stage, place, name in (
+    for work, place, name in (
         (by_deltas, weights.memory, "known_digest"),
         (by_deltas, weights.memory, "prepare"),
         (by_checkpoint, worker.checkpoint, "map_folder"),
+        (partial(learning.learn, SHAPES), worker.routes, "learn"),
+        (partial(learning.learn, SHAPES), worker, "Fallback"),
+        (partial(learning.learn, SHAPES), worker, "Table"),
     ):
         fails = mock.Mock(side_effect=MemoryError("no memory is left"))
         here = mock.patch.object(place, name, fails) if rank == 0 else contextlib.nullcontext()
         with here, pytest.raises(WorkerError if rank else MemoryError, match="no memory is left"):
-            stage()
+            work()
 
 
 def test_a_worker_that_fails_lets_no_other_worker_wait(tmp_path):

@@ -188,12 +188,13 @@ class LiveWeights:
         self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
         kept = {name: bits.shape for name, bits in fallback.bits.items()}
         self.shapes = {name: routes[name].shape for name in owned} | kept
-        self._table = own = Table(routes, owned)
+        with ranks.fail_together():
+            self._table = own = Table(routes, owned)
+            self.memory = memory_of(own)
         everyone = ranks.gather((own.rows, own.starts))
         self._tables = [copy(own) for _ in ranks.near]  # of the workers on this host, only for `find`
         for table, rank in zip(self._tables, ranks.near, strict=True):
             table.rows, table.starts = everyone[rank]
-        self.memory = memory_of(self._table)
 
     def digest(self, *, known: bool = False) -> int:
         """Digest of the live parameters of all workers. `known`: without reading them again."""
@@ -331,16 +332,18 @@ class DeltaWorker:
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
         """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
-        learned = routes.learn(self._model, shapes)
+        with self._ranks.fail_together():
+            learned = routes.learn(self._model, shapes)
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
         for name, reason in unroutable.items():
             _log.warning("a commit that changes %s reloads all such tensors, which is slow: %s", name, reason)
         kept: dict[str, Bits] = {}
-        if unroutable:  # the checkpoint that vLLM loaded: a folder, or a model of the Hub in the local cache
-            path = Path(self._checkpoint)
-            folder = path if path.is_dir() else snapshot_download(self._checkpoint, local_files_only=True)
-            kept = {name: bits for name, bits in checkpoint.read_bits(Path(folder)) if name in unroutable}
-        fallback = Fallback(self._model, kept)
+        with self._ranks.fail_together():
+            if unroutable:  # read what vLLM loaded: a folder, or a model in the Hub's local cache
+                path = Path(self._checkpoint)
+                folder = path if path.is_dir() else snapshot_download(self._checkpoint, local_files_only=True)
+                kept = {name: bits for name, bits in checkpoint.read_bits(Path(folder)) if name in unroutable}
+            fallback = Fallback(self._model, kept)
         self.weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
         self._staged, self._digest = Staged(), self.weights.digest()
         if not self._rechecks:
