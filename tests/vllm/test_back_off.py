@@ -94,18 +94,6 @@ class _QuickNotifications(Notifications):
         self._time.passes(seconds)
 
 
-class Serving(Mortal):
-    """A vLLM that notes what it serves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.served: list[str] = []  # labels, as they were committed
-
-    def commit(self, digest: str, label: str) -> tuple[float, float, float]:
-        self.served.append(label)
-        return super().commit(digest, label)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Drifting]:
     """At version 0, with a tokenizer."""
@@ -120,12 +108,7 @@ def time(run: Drifting, monkeypatch: pytest.MonkeyPatch) -> QuickTime:
 
 
 @pytest.fixture
-def vllm() -> Serving:
-    return Serving()
-
-
-@pytest.fixture
-def follower(time: QuickTime, vllm: Serving, tmp_path: Path) -> Follower:
+def follower(time: QuickTime, vllm: Mortal, tmp_path: Path) -> Follower:
     """It looks once a second."""
     return Follower(RunReader(time, RUN), vllm, name="r", folder=tmp_path / "r", poll_s=1.0)
 
@@ -212,7 +195,7 @@ def test_a_head_that_flips_each_second_starts_no_vllm_and_brings_nothing_old(
     time.in_pauses = flip
     time.pass_for(200, follower)
     assert vllm.starts == 1
-    assert len(set(vllm.served)) == 1, "version 4, once"
+    assert [commit.version for commit in follower.report(-1).commits] == [4]
     assert follower.serving == run.newest
 
 
@@ -265,7 +248,7 @@ def test_one_stale_read_brings_nothing_back(run, time, follower, vllm, tmp_path)
     there.rename(then)
     (tmp_path / "now").rename(there)
     time.pass_for(4, follower)
-    assert (vllm.starts, len(vllm.served), error(follower)) == (1, 1, "")
+    assert (vllm.starts, len(follower.report(-1).commits), error(follower)) == (1, 1, "")
 
 
 def test_a_join_that_succeeds_ends_the_pauses_of_earlier_joins(run, time, follower, vllm, monkeypatch):
