@@ -152,7 +152,7 @@ class Reader:
 
     def commit(self) -> None:
         """Write and read back, as the engine does within the pause."""
-        worker.commit(self._writes, lambda failure: None)
+        worker.commit(self._writes, worker.Ranks(1))
 
     def undo(self) -> None:
         """Put the old bits back."""

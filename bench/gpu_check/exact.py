@@ -13,7 +13,7 @@ from bench.model import find, memory_of
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 from delta_weight_sync.vllm.memory import Changes
-from delta_weight_sync.vllm.worker import commit
+from delta_weight_sync.vllm.worker import Ranks, commit
 
 _EVERY = np.arange(1 << 16, dtype=np.uint16)
 
@@ -46,7 +46,7 @@ def _committed(device: torch.device, ulps: np.ndarray) -> bool:
     write, moved = memory.prepare(Changes(*counts, element, ulps[element]))
     before, after = state_digest({"w": _EVERY}), state_digest({"w": _EVERY + ulps})
     right = memory.digest() % (1 << 64) == before and (before + moved) % (1 << 64) == after
-    commit([write], lambda failure: None)
+    commit([write], Ranks(1))
     right &= bool((_host(bits) == _EVERY + ulps).all()) and memory.digest() % (1 << 64) == after
     write.undo()
     return right and bool((_host(bits) == _EVERY).all())
@@ -74,7 +74,7 @@ def _huge(device: torch.device) -> bool:
     replica = Replica({"w": ((1 << 31) + 5,)}, device)
     write, moved = replica.memory.prepare(replica.changes())
     before = replica.memory.digest()
-    commit([write], lambda failure: None)
+    commit([write], Ranks(1))
     after = replica.memory.digest()
     right = (before + moved - after) % (1 << 64) == 0
     return right and state_digest({"w": _host(replica.flat)}) == after % (1 << 64)

@@ -15,6 +15,7 @@ from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
 from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.reader import RunReader, open_run
+from delta_weight_sync.records import Manifest
 from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command
 from tests.support.published_run import write_run
@@ -67,6 +68,22 @@ def test_verify_proves_the_whole_run(finished):
     assert output.endswith("all 5 versions verified\n")
     rows = [json.loads(line) for line in command("verify", url, "--json").output.splitlines()]
     assert [row["digest"] for row in rows] == digests
+
+
+def test_verify_keeps_at_most_two_checkpoints_on_the_disk(finished, tmp_path, monkeypatch):
+    """Although no version has a delta."""
+    held, checkout = list[int](), RunReader.checkout
+
+    def noted(*arguments):
+        state = checkout(*arguments)
+        held.append(len([*tmp_path.rglob("*.safetensors")]))
+        return state
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(RunReader, "checkout", noted)
+    monkeypatch.setattr(Manifest, "delta", ())
+    assert command("verify", finished[0]).code == 0
+    assert (len(held), max(held)) == (7, 2)
 
 
 @pytest.mark.parametrize("version", [0, 2, 4])

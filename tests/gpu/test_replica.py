@@ -16,7 +16,7 @@ from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
 from tests.gpu.interpreted import Operations, interpreted
-from tests.support.live_weights import delta, live
+from tests.support.live_weights import delta, live, load
 
 device_memory = interpreted("delta_weight_sync.vllm.gpu")
 Views = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -56,12 +56,11 @@ def on_a_device(monkeypatch):
 def commits_and_takes_back(
     folder: Path, model: Laid, old: dict[str, np.ndarray], new: dict[str, np.ndarray]
 ) -> None:
-    model.load_weights((name, torch.from_numpy(bits).view(torch.bfloat16)) for name, bits in old.items())
-    weights = live(model, model.shapes)
+    weights = live(load(model, old), model.shapes)
     assert weights.digest() == state_digest(old)
     staged = weights.stage([delta(folder / "delta", old, new)], state_digest(old))
     assert staged.digest == state_digest(new)
-    worker.commit(staged.steps, Ranks(1).agree)
+    worker.commit(staged.steps, Ranks(1))
     assert all((bits == new[name]).all() for name, bits in model.state().items())
     assert weights.digest() == staged.digest
     for step in reversed(staged.steps):
@@ -117,18 +116,17 @@ def test_nothing_is_compiled_after_learning(tmp_path, monkeypatch):
     for name, shape in model.shapes.items():
         old[name] = rng.integers(0, 65536, shape).astype(np.uint16)
         new[name] = np.where(rng.random(shape) < (0.9 if name == "odd" else 0.01), old[name] + 1, old[name])
-    model.load_weights((name, torch.from_numpy(bits).view(torch.bfloat16)) for name, bits in old.items())
-    weights = live(model, model.shapes)
+    weights = live(load(model, old), model.shapes)
     weights.digest()
     learned = set(compiled)
     assert learned == warm, "learning stops generation, so nothing is compiled there either"
     staged = weights.stage([delta(tmp_path / "delta", old, new)], state_digest(old))
-    worker.commit(staged.steps, Ranks(1).agree)
+    worker.commit(staged.steps, Ranks(1))
     save_file(
         {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in old.items()}, tmp_path / WEIGHTS
     )
     joined = weights.stage_checkpoint(tmp_path)
-    worker.commit(joined.steps, Ranks(1).agree)
+    worker.commit(joined.steps, Ranks(1))
     for step in reversed(joined.steps):
         step.undo()
     assert weights.digest() == state_digest(new)
@@ -157,7 +155,7 @@ def test_a_sync_takes_as_many_launches_and_waits_whatever_the_number_of_tensors(
     assert (used["launches"], used["waits"], stage.count) == (3, 2, 7)
     used.clear()
     with Operations() as commit:
-        worker.commit(staged.steps, Ranks(1).agree)
+        worker.commit(staged.steps, Ranks(1))
     assert (used["launches"], used["waits"], commit.count) == (2, 2, 2)
 
 
@@ -181,18 +179,16 @@ def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monk
 
     rng = np.random.default_rng(3)
     old = {"w": rng.integers(0, 65536, (64, 64)).astype(np.uint16)}
-    model = Laid({"w": ((64, 64), (0, 1))})
+    model = load(Laid({"w": ((64, 64), (0, 1))}), old)
     weights = live(model, model.shapes)
-    model.load_weights([("w", torch.from_numpy(old["w"]).view(torch.bfloat16))])
     plain = device_memory.launch
     monkeypatch.setattr(device_memory, "launch", lambda *a, **k: (inside.append(entered[0]), plain(*a, **k)))
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     weights.memory._stream = object()
     staged = weights.stage([delta(tmp_path / "delta", old, {"w": np.roll(old["w"], 1)})], weights.digest())
     assert inside
     assert all(inside)
     inside.clear()
-    worker.commit(staged.steps, Ranks(1).agree)
+    worker.commit(staged.steps, Ranks(1))
     assert inside
     assert not any(inside)

@@ -90,7 +90,7 @@ class Patching:
         """Write the patches, as a delta does."""
         path = folder / "delta.safetensors"
         path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding="fast"))
-        commit(self.weights.stage([path], self.digest()).steps, Ranks(1).agree)
+        commit(self.weights.stage([path], self.digest()).steps, Ranks(1))
 
 
 def examine(folder: Path, rank: int, ranks: int, port: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -93,18 +94,6 @@ class _QuickNotifications(Notifications):
         self._time.passes(seconds)
 
 
-class Serving(Mortal):
-    """A vLLM that notes what it serves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.served: list[str] = []  # labels, as they were committed
-
-    def commit(self, digest: str, label: str) -> tuple[float, float, float]:
-        self.served.append(label)
-        return super().commit(digest, label)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Drifting]:
     """At version 0, with a tokenizer."""
@@ -119,12 +108,7 @@ def time(run: Drifting, monkeypatch: pytest.MonkeyPatch) -> QuickTime:
 
 
 @pytest.fixture
-def vllm() -> Serving:
-    return Serving()
-
-
-@pytest.fixture
-def follower(time: QuickTime, vllm: Serving, tmp_path: Path) -> Follower:
+def follower(time: QuickTime, vllm: Mortal, tmp_path: Path) -> Follower:
     """It looks once a second."""
     return Follower(RunReader(time, RUN), vllm, name="r", folder=tmp_path / "r", poll_s=1.0)
 
@@ -211,7 +195,7 @@ def test_a_head_that_flips_each_second_starts_no_vllm_and_brings_nothing_old(
     time.in_pauses = flip
     time.pass_for(200, follower)
     assert vllm.starts == 1
-    assert len(set(vllm.served)) == 1, "version 4, once"
+    assert [commit.version for commit in follower.report(-1).commits] == [4]
     assert follower.serving == run.newest
 
 
@@ -264,7 +248,24 @@ def test_one_stale_read_brings_nothing_back(run, time, follower, vllm, tmp_path)
     there.rename(then)
     (tmp_path / "now").rename(there)
     time.pass_for(4, follower)
-    assert (vllm.starts, len(vllm.served), error(follower)) == (1, 1, "")
+    assert (vllm.starts, len(follower.report(-1).commits), error(follower)) == (1, 1, "")
+
+
+def test_a_join_that_succeeds_ends_the_pauses_of_earlier_joins(run, time, follower, vllm, monkeypatch):
+    run.step()
+    with monkeypatch.context() as refusing:
+        refusing.setattr(vllm, "take_checkpoint", refused("codec"))
+        time.pass_for(100, follower)  # the next join would be after 127 seconds
+    follower.commands.pin(0)
+    time.pass_for(2, follower)
+    monkeypatch.setattr(vllm, "take", refused(errors.WeightsChangedError.kind))
+    follower.commands.resume()
+    time.pass_for(2, follower)
+    assert follower.serving == run.newest, "it joined at once"
+
+
+def refused(kind: str) -> mock.Mock:
+    return mock.Mock(side_effect=errors.EngineError("refused", kind))
 
 
 # A store that fails is asked about as often as one that works.
@@ -279,6 +280,18 @@ def serving(run: Drifting, time: QuickTime, follower: Follower) -> Follower:
     time.pass_for(2, follower)
     assert follower.serving == run.newest
     return follower
+
+
+def test_a_heal_that_is_refused_does_not_keep_a_replica_from_deltas(
+    run, time, serving, vllm, monkeypatch
+) -> None:
+    monkeypatch.setattr(vllm, "take_checkpoint", refused("codec"))
+    serving.commands.heal()
+    time.pass_for(2, serving)
+    run.step()
+    time.pass_for(2, serving)
+    assert serving.serving == run.newest
+    assert vllm.take_checkpoint.call_count == 1
 
 
 def asked_in_a_minute(time: QuickTime, follower: Follower) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.errors import SettingsError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.scratch import PREFIX, Scratch
@@ -96,18 +95,6 @@ def test_an_anchor_that_is_kept_does_not_count_as_progress(tmp_path, monkeypatch
     monkeypatch.setattr(RunReader, "fetch_all", lambda *_: said.append(layout.progress()) or [])
     layout.put(manifest)
     assert said == [f"0.0 of {manifest.recipe().deltas[0].size / 1e6:.1f} MB"]
-    run.close()
-
-
-@pytest.mark.finding(13)
-def test_follow_removes_what_was_half_built_before_it_looks(tmp_path) -> None:
-    run = Drifting(tmp_path / "bucket")
-    building = tmp_path / "kept" / ".building"
-    building.mkdir(parents=True)
-    (building / LEFT).write_bytes(b"half")
-    (tmp_path / "kept" / ".lock").touch()
-    with CheckpointFolder(RunReader(open_bucket(run.url), RUN), tmp_path / "kept"):
-        assert not building.exists()
     run.close()
 
 

@@ -1,7 +1,11 @@
 """Two workers of a tensor-parallel replica decode a delta together."""
 
+import contextlib
 import socket
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,11 +13,12 @@ import torch
 
 from delta_weight_sync.codec import groups
 from delta_weight_sync.digest import state_digest
+from delta_weight_sync.errors import WorkerError
 from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.routes import learn, ownership
 from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
 from tests import forked
-from tests.support.live_weights import delta
+from tests.support.live_weights import delta, load
 
 SHAPES = {"rows": (6, 5), "columns": (5, 6), "norm": (8,), "first": (5,)}
 
@@ -36,17 +41,18 @@ class Shard(torch.nn.Module):
                 getattr(self, name).copy_(tensor if dim is None else tensor.chunk(self.size, dim)[self.rank])
 
 
+def learned_together(model: Shard) -> tuple[LiveWeights, Ranks]:
+    together, learned = Ranks(model.size), learn(model, SHAPES)
+    owned, _ = ownership(SHAPES, together.gather(learned.sources))
+    return LiveWeights(learned.routes, owned[model.rank], Fallback(model, {}), together), together
+
+
 def stage_together(rank: int, folder: Path, hosts: str, shares: list[int]) -> None:
     """What one of the workers does. Each tensor is a group of the delta's two parts."""
     socket.gethostname = lambda: hosts[rank]
     old, new = (dict(np.load(folder / f"{name}.npz")) for name in ("old", "new"))
-    models = Shard(rank, len(hosts)), Shard(rank, len(hosts))
-    for model, state in zip(models, (old, new), strict=True):
-        tensors = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in state.items()}
-        model.load_weights(tensors.items())
-    together, learned = Ranks(len(hosts)), learn(models[0], SHAPES)
-    owned, _ = ownership(SHAPES, together.gather(learned.sources))
-    weights = LiveWeights(learned.routes, owned[rank], Fallback(models[0], {}), together)
+    models = [load(Shard(rank, len(hosts)), state) for state in (old, new)]
+    weights, together = learned_together(models[0])
     decoded, decode = list[str](), groups.decode_group
 
     def noted(group, names, *rest):
@@ -55,7 +61,7 @@ def stage_together(rank: int, folder: Path, hosts: str, shares: list[int]) -> No
 
     groups.decode_group, worker._MANY = noted, 0
     staged = weights.stage(sorted(folder.glob("*.safetensors")), weights.digest())
-    worker.commit(staged.steps, together.agree)
+    worker.commit(staged.steps, together)
     assert staged.digest == weights.digest() == state_digest(new)
     for mine, fresh in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(mine.view(torch.int16), fresh.view(torch.int16))
@@ -79,3 +85,28 @@ def test_the_workers_of_a_host_divide_the_decoding(tmp_path, monkeypatch, encodi
     for name, state in {"old": old, "new": new}.items():
         np.savez(tmp_path / f"{name}.npz", **state)
     assert forked.ranks(stage_together, len(hosts), tmp_path, hosts, shares) == [0] * len(hosts)
+
+
+def fail_alone(rank: int, folder: Path) -> None:
+    """What one of the workers does. On the first, several kinds of work fail, one after the other."""
+    worker._TIMEOUT = timedelta(seconds=20)
+    learning = object.__new__(worker.DeltaWorker)  # without a vLLM
+    learning._model = Shard(rank, 2)
+    weights, learning._ranks = learned_together(learning._model)
+    by_deltas, by_checkpoint = partial(weights.stage, [], 0), partial(weights.stage_checkpoint, folder)
+    for work, place, name in (
+        (by_deltas, weights.memory, "known_digest"),
+        (by_deltas, weights.memory, "prepare"),
+        (by_checkpoint, worker.checkpoint, "map_folder"),
+        (partial(learning.learn, SHAPES), worker.routes, "learn"),
+        (partial(learning.learn, SHAPES), worker, "Fallback"),
+        (partial(learning.learn, SHAPES), worker, "Table"),
+    ):
+        fails = mock.Mock(side_effect=MemoryError("no memory is left"))
+        here = mock.patch.object(place, name, fails) if rank == 0 else contextlib.nullcontext()
+        with here, pytest.raises(WorkerError if rank else MemoryError, match="no memory is left"):
+            work()
+
+
+def test_a_worker_that_fails_lets_no_other_worker_wait(tmp_path):
+    assert forked.ranks(fail_alone, 2, tmp_path) == [0, 0]

@@ -134,19 +134,12 @@ def test_the_hubs_events_bring_each_version(hub_env, follower, run, vllm) -> Non
     assert vllm.digest() == run.reader.manifest(2).digest
 
 
-def test_a_poke_brings_the_next_version(follower: Follower, run: RealRun, vllm: Mortal) -> None:
-    run.step()
-    assert follower.report(0).notice == "polls every 3600 s"
-    follower.poke()
-    reaches(follower, 1)
-    assert vllm.digest() == run.reader.manifest(1).digest
-
-
 @pytest.mark.parametrize(("answered_s", "clock_s"), [(0.5, 0.0), (0.0, -HOUR)], ids=["late", "another clock"])
 def test_the_lag_ends_when_the_weights_are_live(
     follower, run, vllm, monkeypatch, answered_s, clock_s
 ) -> None:
-    """The follower may have vLLM's answer only later. A worker's clock may be another host's."""
+    """The follower may have vLLM's answer only later. A worker's clock may be another host's. A poke brings
+    the version, as the follower polls once an hour."""
 
     def take(*version: Any) -> tuple[float, ...]:
         *seconds, live_at = Mortal.take(vllm, *version)

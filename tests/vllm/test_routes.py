@@ -1,6 +1,5 @@
 """Routes are learned from whatever copies a loader makes, and refused where writing would not be loading."""
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -250,8 +249,8 @@ def test_two_tensors_in_one_place_are_refused():
 
 def test_parameters_on_two_devices_are_refused_with_the_option_that_moves_them():
     known = learn(Model(), plain=(8, 6), stacked=(12, 6)).routes
-    far = [dataclasses.replace(piece, memory=piece.memory.to("meta")) for piece in known["stacked"].pieces]
-    known["stacked"] = dataclasses.replace(known["stacked"], pieces=tuple(far))
+    far = [piece._replace(memory=piece.memory.to("meta")) for piece in known["stacked"].pieces]
+    known["stacked"] = known["stacked"]._replace(pieces=tuple(far))
     with pytest.raises(routes.RouteError, match="without --cpu-offload-gb"):
         Table(known, {"plain": (0,), "stacked": (0,)})
 

@@ -13,14 +13,7 @@ from delta_weight_sync.errors import SignatureError
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef, Head, Keys, Manifest, Sealed, Writer, reference
-from delta_weight_sync.signing import (
-    PUBLIC_KEY,
-    SIGNING_KEY,
-    PublicKeys,
-    SigningKey,
-    fingerprint,
-    new_pair,
-)
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys, SigningKey, fingerprint, new_pair
 from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.command import command

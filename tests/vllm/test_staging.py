@@ -18,7 +18,7 @@ from delta_weight_sync.vllm.memory import Changes, Step
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 from delta_weight_sync.vllm.worker import DeltaWorker, Fallback, LiveWeights, Ranks, Staged
 from tests.gpu.interpreted import interpreted
-from tests.support.live_weights import delta, live
+from tests.support.live_weights import delta, live, load
 
 device_memory = interpreted("delta_weight_sync.vllm.gpu")
 SHAPES = {"q": (6, 8), "k": (3, 8), "v": (3, 8), "out": (8, 6), "norm": (8,)}
@@ -64,13 +64,6 @@ def moved(rng: np.random.Generator, state: dict[str, np.ndarray]) -> dict[str, n
     }
 
 
-def load(state: dict[str, np.ndarray]) -> Model:
-    model = Model()
-    tensors = {name: torch.from_numpy(bits.copy()).view(torch.bfloat16) for name, bits in state.items()}
-    model.load_weights(tensors.items())
-    return model
-
-
 @pytest.fixture(autouse=True, params=["host", "threads", "device"])
 def memory(request, monkeypatch):
     """Each test on all: with one thread, with several, and by a GPU's kernels, interpreted on the host."""
@@ -83,7 +76,7 @@ def memory(request, monkeypatch):
 
 
 def assert_same(model: Model, state: dict[str, np.ndarray]) -> None:
-    for mine, fresh in zip(model.memory(), load(state).memory(), strict=True):
+    for mine, fresh in zip(model.memory(), load(Model(), state).memory(), strict=True):
         np.testing.assert_array_equal(mine, fresh)
 
 
@@ -104,7 +97,7 @@ def state(rng):
 
 @pytest.fixture
 def model(state):
-    return load(state)
+    return load(Model(), state)
 
 
 @pytest.fixture
@@ -128,10 +121,10 @@ def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(
         assert staged.digest == state_digest(new)
         if turn % 4 == 0:
             with pytest.raises(CodecError, match="read back differently"):
-                worker.commit([*map(failing, staged.steps)], Ranks(1).agree)
+                worker.commit([*map(failing, staged.steps)], Ranks(1))
             assert_same(model, state)
             assert weights.digest(known=True) == weights.digest() == known
-        worker.commit(staged.steps, Ranks(1).agree)
+        worker.commit(staged.steps, Ranks(1))
         state, known = new, staged.digest
         assert weights.digest(known=True) == weights.digest() == known
     assert_same(model, state)
@@ -146,7 +139,7 @@ def test_several_deltas_are_staged_as_one(tmp_path, rng, state, model, weights):
         for i in range(4)
     ]
     staged = weights.stage(paths, weights.digest())
-    worker.commit(staged.steps, Ranks(1).agree)
+    worker.commit(staged.steps, Ranks(1))
     assert_same(model, states[-1])
 
 
@@ -172,9 +165,9 @@ def test_a_failure_in_the_middle_of_the_writing_is_put_back(
         raise MemoryError("device lost")
 
     with pytest.raises(MemoryError):
-        worker.commit([reload, Step(half, write.undo)], Ranks(1).agree)
+        worker.commit([reload, Step(half, write.undo)], Ranks(1))
     assert_same(model, state)
-    worker.commit(staged.steps, Ranks(1).agree)
+    worker.commit(staged.steps, Ranks(1))
     assert weights.digest() == staged.digest
 
 
@@ -229,12 +222,12 @@ def test_a_checkpoint_is_staged_from_whatever_is_live(tmp_path, monkeypatch, bat
     write_bits(SHAPES, wanted.__getitem__, tmp_path / WEIGHTS)
     staged = weights.stage_checkpoint(tmp_path)
     assert staged.digest == state_digest(wanted)
-    worker.commit(staged.steps, Ranks(1).agree)
+    worker.commit(staged.steps, Ranks(1))
     assert_same(model, wanted)
 
 
-def calls_of_a_sync(path: Path, tensors: int) -> int:
-    """How many Python functions a sync of 4096 weights in so many tensors calls."""
+def split_weights(path: Path, tensors: int) -> LiveWeights:
+    """4096 live weights in so many tensors; `path` gets a delta of three quarters of them."""
     size = 4096 // tensors
     old = {f"expert {i}": np.arange(size, dtype=np.uint16) for i in range(tensors)}
     step = np.where(np.arange(size) % 4, 0, 1).astype(np.uint16)
@@ -243,13 +236,18 @@ def calls_of_a_sync(path: Path, tensors: int) -> int:
     pieces = {name: (Piece(torch.arange(size, dtype=torch.int16), whole, whole),) for name in old}
     routes = {name: Route((size,), each) for name, each in pieces.items()}
     fallback = Fallback(torch.nn.Module(), {})
-    weights = LiveWeights(routes, dict.fromkeys(routes, (0,)), fallback, Ranks(1))
+    return LiveWeights(routes, dict.fromkeys(routes, (0,)), fallback, Ranks(1))
+
+
+def calls_of_a_sync(path: Path, tensors: int) -> int:
+    """How many Python functions a sync calls."""
+    weights = split_weights(path, tensors)
     known, called = weights.digest(), []
-    worker.commit(weights.stage([path], known).steps, Ranks(1).agree)  # compiles
+    worker.commit(weights.stage([path], known).steps, Ranks(1))  # compiles
     known = weights.digest()
     sys.setprofile(lambda frame, event, argument: called.append(frame) if event == "call" else None)
     try:
-        worker.commit(weights.stage([path], known).steps, Ranks(1).agree)
+        worker.commit(weights.stage([path], known).steps, Ranks(1))
     finally:
         sys.setprofile(None)
     return len(called)
@@ -260,3 +258,12 @@ def test_a_sync_takes_no_step_in_python_for_each_tensor(tmp_path, monkeypatch, m
     """A mixture of experts has 20,000 of them."""
     monkeypatch.setattr("delta_weight_sync.util.THREADS", 1)
     assert calls_of_a_sync(tmp_path / "many", 512) < calls_of_a_sync(tmp_path / "few", 8) + 64
+
+
+@pytest.mark.parametrize("memory", [memory_module.HostMemory], indirect=True)
+def test_a_commit_of_few_changes_starts_no_threads(tmp_path, monkeypatch, memory):
+    monkeypatch.setattr("delta_weight_sync.util.THREADS", 3)
+    weights = split_weights(tmp_path / "delta", 512)
+    staged = weights.stage([tmp_path / "delta"], weights.digest())
+    monkeypatch.setattr("delta_weight_sync.util.ThreadPoolExecutor", None)
+    worker.commit(staged.steps, Ranks(1))

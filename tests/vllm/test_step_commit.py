@@ -4,6 +4,7 @@ import itertools
 import warnings
 from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -186,3 +187,8 @@ def test_a_stage_is_answered_when_it_is_done():
     assert not later.done()
     staging.set_result(done)
     assert later.result(0) == [done]
+
+
+def test_no_commit_is_made_after_an_error_without_a_message(monkeypatch):
+    monkeypatch.setattr(_step_commit, "_other_caches", mock.Mock(side_effect=AssertionError))
+    assert _step_commit.hindrance(None) == "AssertionError()"

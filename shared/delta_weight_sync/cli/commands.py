@@ -221,7 +221,8 @@ def _verify(arguments: Arguments) -> None:
 
 def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Iterator[Manifest]:
     """Build each version from the one before and its delta. Check all anchors on the way, and the jumps that
-    recipes or the newest manifest use. Also build the oldest and newest version as a joining replica does."""
+    recipes or the newest manifest use. Also build the oldest and newest version as a joining replica does.
+    The disk holds at most two checkpoints at the same time."""
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
     used = (delta for manifest in manifests for delta in manifest.recipe().deltas)
@@ -235,7 +236,8 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
             reader.apply(state, manifest.delta, folder)
             require_digest(state, manifest)
         else:
-            state = reader.checkout(manifest, folder / f"{manifest.version}")
+            state.clear()  # unmaps the files that the checkout replaces, which frees their space
+            state = reader.checkout(manifest, folder)
         if anchor := anchors.get(manifest.version):
             with Scratch() as other:
                 reader.checkout(manifest.model_copy(update={"anchor": anchor}), other)
@@ -245,7 +247,8 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
                 reader.apply(copy, parts.values(), folder)
                 require_digest(copy, by_version[version])
         yield manifest
-    reader.checkout(manifests[-1], folder / "newest")
+    state.clear()
+    reader.checkout(manifests[-1], folder)
 
 
 def _checkout(arguments: Arguments) -> None:

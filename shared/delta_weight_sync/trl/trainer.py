@@ -82,11 +82,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
     """
 
     def __init__(
-        self,
-        *,
-        on_sync: Callable[[Named, int], None],
-        resumed_from: Progress | None = None,
-        **kwargs: Any,
+        self, *, on_sync: Callable[[Named, int], None], resumed_from: Progress | None = None, **kwargs: Any
     ) -> None:
         super().__init__(weight_transfer=object(), **kwargs)  # with any object, TRL makes no vLLM client
         self.weight_transfer = None  # now TRL iterates over `_streaming_iter` by itself, on every rank

@@ -155,7 +155,7 @@ def hindrance(core: EngineCore) -> str:
     try:
         return _other_caches(core) or (_unforgotten(core) if core.request_block_hasher else "")
     except Exception as error:  # noqa: BLE001 - after any error, no commit may be made
-        return f"{error}"
+        return str(error) or repr(error)
 
 
 def _other_caches(core: EngineCore) -> str:

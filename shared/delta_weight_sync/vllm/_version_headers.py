@@ -106,19 +106,11 @@ _plain = AsyncLLM.generate
 
 
 @functools.wraps(_plain)
-def _generate(*args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-    outputs: AsyncGenerator[RequestOutput, None] = _plain(*args, **kwargs)
-    prompts = _prompts.get(None)
-    if prompts is None:
-        return outputs
-    prompts.append([])
-    return _noted(outputs, prompts[-1])
-
-
-async def _noted(
-    outputs: AsyncGenerator[RequestOutput, None], choices: Choices
-) -> AsyncGenerator[RequestOutput, None]:
-    async with aclosing(outputs):
+async def _generate(*args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+    choices = Choices()
+    if (prompts := _prompts.get(None)) is not None:
+        prompts.append(choices)
+    async with aclosing(_plain(*args, **kwargs)) as outputs:
         async for output in outputs:
             if output.finished:
                 choices.extend(output.outputs)

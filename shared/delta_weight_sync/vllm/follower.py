@@ -156,7 +156,7 @@ class Follower:
         if not self._holding.allows(manifest.seal):
             return False
         try:
-            self._reach(manifest, manifest)
+            self._reach(manifest, held=True)
         except Exception:
             self._holding.failed(manifest.seal)
             raise
@@ -165,7 +165,7 @@ class Follower:
     def _follow_newest(self) -> bool:
         """Serve the newest version. False if it is too early to look for a version, or to retry one."""
         try:
-            taken = self._watcher.check(lambda newest: self._reach(newest, None))
+            taken = self._watcher.check(self._reach)
         except errors.NoVersionError:
             if self.serving:
                 raise errors.ObjectMissingError(
@@ -180,8 +180,8 @@ class Follower:
             self._note("serving")
         return taken
 
-    def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
-        """Serve a version. `held` is the same version if the owner pinned it or paused at it, else None.
+    def _reach(self, manifest: Manifest, held: bool = False) -> None:
+        """Serve a version. `held`: whether the owner pinned this version, or paused at it.
 
         Raises `DeltaWeightSyncError` or `OSError` if that fails. Then the replica serves what it served
         before (or an older version); nothing if its weights had changed or vLLM was being restarted.
@@ -249,7 +249,7 @@ class Follower:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
-            self._healing &= first or error.kind not in _REFUSALS  # if refused, go back to deltas
+            self._healing &= error.kind not in _REFUSALS  # if refused, go back to deltas
             raise
         self._joining.reset()
         for ref in manifest.anchor.weights:

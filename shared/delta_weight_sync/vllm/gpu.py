@@ -263,10 +263,7 @@ class DeviceMemory:
     @contextlib.contextmanager
     def _staging(self) -> Iterator[None]:
         """Run a block on this device and on the staging stream, in any thread."""
-        with torch.no_grad(), contextlib.ExitStack() as stack:
-            if self._stream:
-                stack.enter_context(torch.cuda.device(self._device))
-                stack.enter_context(torch.cuda.stream(self._stream))
+        with torch.no_grad(), torch.cuda.stream(self._stream):  # without a stream, this changes nothing
             yield
 
 

@@ -9,7 +9,6 @@ changes. `gpu` has the same kernels for GPUs.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
 COLUMNS = TARGET + DIMS
 
 _NEAR = 1024  # changes of a block, which is read back while it is still in the cache
-_SHARED = 64  # blocks that are worth a thread of their own
+_SHARED = 1 << 16  # changes that are worth a thread of their own
 SLICES = 60  # slices of all parameters; `recheck` hashes one slice
 
 
@@ -79,12 +78,6 @@ class Table:
         self.device = self.memory[0].device if self.memory else torch.device("cpu")
         if any(memory.device != self.device for memory in self.memory):
             raise RouteError("the weights are not on one device; start vLLM without --cpu-offload-gb")
-
-    def of_worker(self, rows: Rows, starts: Index) -> "Table":
-        """The table of another worker, for `find` only."""
-        table = copy(self)
-        table.rows, table.starts = rows, starts
-        return table
 
     @property
     def parts(self) -> Rows:
@@ -261,18 +254,19 @@ class HostMemory:
         new = np.empty_like(changes.ulps)  # the bits after the changes
         rows, blocks, element = self._table.rows, changes.blocks(_NEAR), changes.element
         before = self._digests
+        least = max(1, len(blocks) * _SHARED // max(1, element.size))  # blocks with about `_SHARED` changes
 
         def look(some: slice) -> NDArray[np.uint64]:
             moved = np.zeros(len(rows), np.uint64)
             _look(rows, blocks[some], element, changes.ulps, new, moved, INNER)
             return moved
 
-        moved = np.stack(in_parts(look, len(blocks), _SHARED)).sum(0)
+        moved = np.stack(in_parts(look, len(blocks), least)).sum(0)
 
         def write(values: Bits, digests: NDArray[np.uint64]) -> tuple[int, float]:
             self._writes += 1
             try:
-                put = in_parts(lambda s: _put(rows, blocks[s], element, values), len(blocks), _SHARED)
+                put = in_parts(lambda s: _put(rows, blocks[s], element, values), len(blocks), least)
                 self._digests = digests
             finally:
                 self._writes += 1

@@ -17,7 +17,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -287,8 +286,7 @@ def _parameters_kept(model: torch.nn.Module) -> Iterator[None]:
 # 2. Turn the record into routes.
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One recorded copy: where a strided part of a checkpoint tensor is in a parameter of vLLM.
 
     `memory` is a flat int16 view of the parameter, from the part's first element to its last. In a float32
@@ -300,8 +298,7 @@ class Piece:
     target: Geometry  # where the same elements lie in `memory`, in the same dimensions
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """All pieces of one checkpoint tensor on this rank: none if other ranks hold it, several if split."""
 
     shape: tuple[int, ...]

@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -111,20 +112,14 @@ class Ranks:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """An exception in the block, on any worker, becomes an exception on all."""
+        """If the block raises an exception on any worker, raise `WorkerError` on all other workers."""
         try:
             yield
-        except Exception as error:
-            self.agree(error)
+        except BaseException as error:
+            self.gather(f"rank {self.rank}: {_sentence(error)}")
             raise
-        self.agree(None)
-
-    def agree(self, error: BaseException | None) -> None:
-        """If any worker has an `error`, raise `WorkerError` on all workers that have none."""
-        reasons = self.gather(_sentence(error) if error else None)
-        found = [f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason]
-        if error is None and found:
-            raise errors.WorkerError(found[0])
+        if failures := [failure for failure in self.gather("") if failure]:
+            raise errors.WorkerError(failures[0])
 
 
 class Fallback:
@@ -149,12 +144,8 @@ class Fallback:
         if changed := [name for name, bits in self._fingerprints().items() if bits != before[name]]:
             raise errors.RouteError(f"loading {names} again changed {changed[0]}: serve another model")
 
-    def digest(self) -> int:
-        """The share of these tensors in the digest. Add this share once, not for each rank."""
-        return state_digest(self.bits)
-
     def stage(self, patches: Sequence[Patch]) -> tuple[Step, int]:
-        """Return the step that loads the patched tensors, and the change of the digest (add it once, too)."""
+        """Return the step that loads the patched tensors, and how the digest changes (equal on all ranks)."""
         old = {patch.name: self.bits[patch.name] for patch in patches}
         new = {name: bits.copy() for name, bits in old.items()}
         for patch in patches:
@@ -197,15 +188,19 @@ class LiveWeights:
         self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
         kept = {name: bits.shape for name, bits in fallback.bits.items()}
         self.shapes = {name: routes[name].shape for name in owned} | kept
-        self._table = own = Table(routes, owned)
+        with ranks.fail_together():
+            self._table = own = Table(routes, owned)
+            self.memory = memory_of(own)
         everyone = ranks.gather((own.rows, own.starts))
-        self._tables = [own.of_worker(*everyone[rank]) for rank in ranks.near]
-        self.memory = memory_of(self._table)
+        self._tables = [copy(own) for _ in ranks.near]  # of the workers on this host, only for `find`
+        for table, rank in zip(self._tables, ranks.near, strict=True):
+            table.rows, table.starts = everyone[rank]
 
     def digest(self, *, known: bool = False) -> int:
         """Digest of the live parameters of all workers. `known`: without reading them again."""
-        mine = self.memory.known_digest() if known else self.memory.digest()
-        return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
+        with self._ranks.fail_together():
+            mine = self.memory.known_digest() if known else self.memory.digest()
+        return int(sum(self._ranks.gather(mine), state_digest(self._fallback.bits))) % (1 << 64)
 
     def bits(self, name: str) -> Bits:
         """One whole checkpoint tensor, on the host. All workers must call this for the same tensor."""
@@ -234,7 +229,7 @@ class LiveWeights:
             share = ranks.place % len(tables), len(tables)
             decoded = [*codec.merged(deltas, self.shapes, self.bits, share)]
             found = memory.find(decoded, tables)
-        reloaded = [p for part in decoded if kept for p in part.patches(self.shapes) if p.name in kept]
+            reloaded = [p for part in decoded if kept for p in part.patches(self.shapes) if p.name in kept]
         if len(tables) > 1:
             found = [ranks.swap(found)]
             reloaded = [*chain(*ranks.gather(reloaded, near=True))] if kept else []
@@ -242,10 +237,11 @@ class LiveWeights:
 
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
-        # "r+", although nothing is written, because numba would compile kernels again for read-only arrays.
-        wanted = checkpoint.map_folder(folder, "r+")
-        patches = (codec.diff(name, bits, wanted[name]) for name, bits in self._fallback.bits.items())
-        reloaded = [patch for patch in patches if patch.index.size]
+        with self._ranks.fail_together():
+            # "r+", although nothing is written: numba would compile kernels again for read-only arrays.
+            wanted = checkpoint.map_folder(folder, "r+")
+            patches = (codec.diff(name, bits, wanted[name]) for name, bits in self._fallback.bits.items())
+            reloaded = [patch for patch in patches if patch.index.size]
         return self._staged(self._differences(wanted), reloaded, self.digest())
 
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Changes]:
@@ -262,8 +258,9 @@ class LiveWeights:
                 yield Changes(*counts, index.astype(np.int32), ulps)
 
     def _staged(self, found: Iterable[Changes], reloaded: list[Patch], live: int) -> Staged:
-        write, moved = self.memory.prepare(Changes.joined(found))
-        reload, moved_too = self._fallback.stage(reloaded)
+        with self._ranks.fail_together():
+            write, moved = self.memory.prepare(Changes.joined(found))
+            reload, moved_too = self._fallback.stage(reloaded)
         digest = sum(self._ranks.gather(moved), live + moved_too) % (1 << 64)
         return Staged(digest, [reload, write])
 
@@ -291,27 +288,21 @@ def warm_up(device: torch.device) -> Staged:
     return Staged()
 
 
-def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> float:
+def commit(steps: Sequence[Step], ranks: Ranks) -> float:
     """Write and check; if anything fails here or on another worker, undo everything and raise.
 
     Returns how many seconds the writes waited for earlier work on the device.
     """
     done: list[Step] = []
-    failure: BaseException | None = None
     waited_s, wrong = 0.0, 0
     try:
-        for step in steps:
-            done.append(step)  # before it is written: half a write is undone as well
-            missed, waited = step.do()
-            wrong, waited_s = wrong + missed, waited_s + waited
-        if wrong:
-            raise errors.CodecError(f"{wrong} elements read back differently from what was written")
-    except BaseException as error:  # noqa: BLE001 - raised below, after every worker knows
-        failure = error
-    try:
-        agree(failure)
-        if failure:
-            raise failure
+        with ranks.fail_together():
+            for step in steps:
+                done.append(step)  # before it is written: half a write is undone as well
+                missed, waited = step.do()
+                wrong, waited_s = wrong + missed, waited_s + waited
+            if wrong:
+                raise errors.CodecError(f"{wrong} elements read back differently from what was written")
     except BaseException:
         for step in reversed(done):
             step.undo()
@@ -341,16 +332,18 @@ class DeltaWorker:
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
         """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
-        learned = routes.learn(self._model, shapes)
+        with self._ranks.fail_together():
+            learned = routes.learn(self._model, shapes)
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
         for name, reason in unroutable.items():
             _log.warning("a commit that changes %s reloads all such tensors, which is slow: %s", name, reason)
         kept: dict[str, Bits] = {}
-        if unroutable:  # the checkpoint that vLLM loaded: a folder, or a model of the Hub in the local cache
-            path = Path(self._checkpoint)
-            folder = path if path.is_dir() else snapshot_download(self._checkpoint, local_files_only=True)
-            kept = {name: bits for name, bits in checkpoint.read_bits(Path(folder)) if name in unroutable}
-        fallback = Fallback(self._model, kept)
+        with self._ranks.fail_together():
+            if unroutable:  # read what vLLM loaded: a folder, or a model in the Hub's local cache
+                path = Path(self._checkpoint)
+                folder = path if path.is_dir() else snapshot_download(self._checkpoint, local_files_only=True)
+                kept = {name: bits for name, bits in checkpoint.read_bits(Path(folder)) if name in unroutable}
+            fallback = Fallback(self._model, kept)
         self.weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
         self._staged, self._digest = Staged(), self.weights.digest()
         if not self._rechecks:
@@ -391,7 +384,7 @@ class DeltaWorker:
             raise errors.CodecError(
                 f"the staged changes give digest {to_hex(staged.digest)}, but the published one is {digest}"
             )
-        waited_s = commit(staged.steps, self._ranks.agree)
+        waited_s = commit(staged.steps, self._ranks)
         self._digest = staged.digest
         took_s = time.perf_counter() - started
         return {"commit_s": took_s - waited_s, "waited_s": waited_s, "live_at": time.time()}
