@@ -106,7 +106,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         if log := publisher.log:  # only the main rank has the run's log, and talks to replicas
             watch = stack.enter_context(contextlib.closing(ReplicaWatch(fleet, log)))
             worker = rollouts.make_worker(
-                settings, config, task, fleet, writer_term=publisher.writer_term, progress=progress
+                settings.model, config, task, fleet, publisher.writer_term, progress
             )
         trainer = make_trainer(settings, config, task, publisher, worker, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)

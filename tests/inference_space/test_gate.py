@@ -30,6 +30,7 @@ from tests.inference_space.asking import (
 JSON = {"content-type": "application/json"}
 COMPLETIONS, EVENT = "/v1/completions", "/gradio_api/run/predict"
 LONGEST = (64 << 10) + 16 * CONTEXT  # bytes
+ONE = {"inference": Lane(1, 600.0)}  # one request at a time
 
 
 def behind(app=echo, **options):
@@ -166,9 +167,7 @@ def test_more_requests_than_the_lane_has_room_for_are_asked_to_come_back():
 
 def test_an_answer_that_takes_too_long_is_given_up_and_its_place_is_free_again():
     async def scenario():
-        async with trainer(
-            behind(lambda _: asyncio.Event().wait(), lanes={"inference": Lane(1, 600.0)})
-        ) as http:
+        async with trainer(behind(lambda _: asyncio.Event().wait(), lanes=ONE)) as http:
             return [await http.post(COMPLETIONS, json={}) for _ in range(3)]
 
     for answer in running(scenario):
@@ -188,10 +187,7 @@ def test_a_stream_that_takes_too_long_is_cut_off():
     async def stream(request: Request) -> Response:
         return StreamingResponse(parts(), media_type="text/event-stream")
 
-    before, body = (
-        behind(stream, lanes={"inference": Lane(1, 600.0)}),
-        {"type": "http.request", "body": b"{}"},
-    )
+    before, body = behind(stream, lanes=ONE), {"type": "http.request", "body": b"{}"}
     headers = RIGHT | JSON | {"content-length": "2"}
     sent = running(lambda: ask_raw(before, COMPLETIONS, body, headers=headers))
     assert [message.get("body") for message in sent] == [None, b"data: first\n\n"], "and no end of it"
@@ -259,10 +255,8 @@ def test_a_request_takes_no_place_before_all_of_it_has_arrived(path, headers):
     async def scenario():
         app = gate()
         async with client(app) as slow, trainer(app) as http:
-            waiting = [
-                asyncio.create_task(slow.post(path, content=silent(), headers=headers, timeout=None))
-                for _ in range(16)
-            ]
+            requests = (slow.post(path, content=silent(), headers=headers, timeout=None) for _ in range(16))
+            waiting = [*map(asyncio.create_task, requests)]
             await asyncio.sleep(1)
             asked = await http.post(COMPLETIONS, json={"prompt": "a"})
             event = {"data": [None], "fn_index": 0, "session_hash": "a"}
@@ -282,12 +276,11 @@ def test_one_visitors_unfinished_bodies_take_little_memory_and_few_connections(s
         app = gate(open_inference=True, rate=RateLimit(1e9, 1e9))
         most = ARRIVING // 4 // LEAST
         async with client(app, VISITOR) as slow, client(app, OTHER) as other, trainer(app) as http:
-            asks = [
-                asyncio.create_task(slow.post(COMPLETIONS, content=silent(), headers=said, timeout=None))
-                for _ in range(most)
-            ]
+            options = {"headers": said, "timeout": None}
+            requests = (slow.post(COMPLETIONS, content=silent(), **options) for _ in range(most))
+            asks = [*map(asyncio.create_task, requests)]
             await asyncio.sleep(1)
-            refused = await slow.post(COMPLETIONS, content=silent(), headers=said, timeout=None)
+            refused = await slow.post(COMPLETIONS, content=silent(), **options)
             others = await other.post(COMPLETIONS, json={}), await http.post(COMPLETIONS, json={})
             for task in asks:
                 task.cancel()

@@ -65,7 +65,7 @@ def live(
     parser = SimpleNamespace(parse_args_and_config=lambda: (script, settings))
     with (
         mock.patch.object(train, "TrlParser", return_value=parser),
-        mock.patch.object(rollouts, "make_worker", lambda *_, progress, **__: Recorded(steps, progress)),
+        mock.patch.object(rollouts, "make_worker", lambda *given: Recorded(steps, given[-1])),
         mock.patch.object(Publisher, "publish", one_by_one(Publisher.publish)),
         mock.patch.object(FileBucket, "put", _around(FileBucket.put, die)),
         mock.patch("delta_weight_sync.store._files._write", _in_halves(die)),
