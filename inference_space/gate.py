@@ -155,7 +155,7 @@ class Gate:
             sentence = "the body must be JSON: send it with Content-Type: application/json"
             raise HTTPException(415, sentence, CLOSE)
         reader = self.readers[route.body]
-        units = min(reader.limit, announced or reader.limit)
+        units = min(reader.limit, announced or reader.limit)  # a body of unknown length counts as the longest
         with self.arriving.admit(client, units if client is None else max(units, LEAST)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:

@@ -94,17 +94,15 @@ class Conversation:
         self._oldest: list[int] = []
         self._turns: list[TurnRecord] = []  # with syncs in place of log-probabilities
 
-    def add_turn(
-        self, prompt_ids: list[int], output_ids: list[int], headers: Mapping[str, str], last: int
-    ) -> None:
+    def add_turn(self, prompt: list[int], output: list[int], headers: Mapping[str, str], last: int) -> None:
         """Record an answer and the syncs that its headers name; syncs after `last` do not count."""
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
-        syncs = np.full(len(output_ids), UNKNOWN)
+        syncs = np.full(len(output), UNKNOWN)
         for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):
             if sync <= last:
                 syncs[start:end] = sync
         self._oldest.append(min(int(headers.get("x-policy-sync", 0)), last))
-        self._turns.append(TurnRecord(prompt_ids, output_ids, syncs.tolist()))
+        self._turns.append(TurnRecord(prompt, output, syncs.tolist()))
 
     def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
         """For each sample that TRL makes: the conversation's oldest sync, and the sync of each token."""
@@ -165,9 +163,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             traced.append(TracedSample(**known | {"model_version": oldest}, token_syncs=syncs))
         return traced
 
-    async def _post(
-        self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3
-    ) -> dict[str, Any]:
+    async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> Any:
         deadline, conversation, failed = time.monotonic() + spaces.WAIT_LIMIT_S, _conversation.get(), False
         while True:
             conversation.replica, wait_s = self._router.choose(conversation.replica, failed)

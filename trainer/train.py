@@ -38,7 +38,7 @@ from trainer.stop import Stop
 from trainer.tasks import Task, make_task
 
 _FIRST_SYNC = 1  # TRL's number of the sync before the first step
-_HEAD_START_S = 0.05
+_HEAD_START_S = 0.05  # on a CPU, the next step waits at most this long for the publisher; see `on_sync`
 
 
 def main() -> None:

@@ -112,9 +112,7 @@ def describe(controls: Controls) -> Markup:
     return render_template("following.html", controls=controls)
 
 
-def guarded(
-    controls: Controls, owner: Owner, act: Callable[[str], None]
-) -> Callable[[str | None, str | None, gr.OAuthProfile | None], tuple[str, str]]:
+def guarded(controls: Controls, owner: Owner, act: Callable[[str], None]) -> Callable[..., tuple[str, str]]:
     """Make a handler that calls `act` for the owner only. The handler returns the state and any refusal."""
 
     # Gradio fills in the profile from its signed session; a visitor cannot send a profile.

@@ -3,14 +3,7 @@
 import hashlib
 
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo, Writer
-from delta_weight_sync.runlog import (
-    SEGMENT,
-    CommitEvent,
-    Event,
-    RunLogWriter,
-    StepEvent,
-    SyncEvent,
-)
+from delta_weight_sync.runlog import SEGMENT, CommitEvent, Event, RunLogWriter, StepEvent, SyncEvent
 from delta_weight_sync.store import Bucket
 from tests.support.records import commit, status, sync
 
