@@ -152,11 +152,10 @@ class Gate:
             return b"", 1
         # JSON only: before a browser sends JSON to another site, it asks with OPTIONS, which no route takes.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
-            raise HTTPException(
-                415, "the body must be JSON: send it with Content-Type: application/json", CLOSE
-            )
+            sentence = "the body must be JSON: send it with Content-Type: application/json"
+            raise HTTPException(415, sentence, CLOSE)
         reader = self.readers[route.body]
-        units = min(reader.limit, announced or reader.limit)
+        units = min(reader.limit, announced or reader.limit)  # a body of unknown length counts as the longest
         with self.arriving.admit(client, units if client is None else max(units, LEAST)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:
@@ -276,6 +275,5 @@ class DashboardCalls:
             call = _Call.model_validate_json(body)
             if self.events.get(call.fn_index) == len(call.data):
                 return call.model_dump_json().encode(), 1
-        raise ValueError(
-            "the request is not one of the dashboard's events, or its page is out of date: reload the page"
-        )
+        problem = "the request is not one of the dashboard's events, or its page is out of date"
+        raise ValueError(f"{problem}: reload the page")

@@ -118,6 +118,7 @@ def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: SpaceFollower) -
         died = False
 
         async def unless_dead(message: Message) -> None:
+            """Pass vLLM's answer on, unless vLLM answers 500 because its engine has died."""
             nonlocal died
             died = died or (message.get("status") == 500 and not vllm.alive())
             if not died:

@@ -11,6 +11,7 @@ import itertools
 import os
 import random
 import re
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,6 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, Rollo
 from delta_weight_sync import RolloutError
 from delta_weight_sync.trl.trainer import Progress
 from trainer import spaces
-from trainer.settings import Settings
 from trainer.spaces import Fleet, SpacesUnavailableError
 from trainer.tasks import Task
 
@@ -94,19 +94,15 @@ class Conversation:
         self._oldest: list[int] = []
         self._turns: list[TurnRecord] = []  # with syncs in place of log-probabilities
 
-    def add_turn(
-        self, prompt_ids: list[int], output_ids: list[int], headers: Mapping[str, str], own: bool, last: int
-    ) -> None:
-        """Record an answer and the syncs that its headers name. If an earlier trainer published them (not
-        `own`), only syncs up to `last` count: up to `last`, both trainers had the same weights."""
-        oldest = int(headers.get("x-policy-sync", 0))
+    def add_turn(self, prompt: list[int], output: list[int], headers: Mapping[str, str], last: int) -> None:
+        """Record an answer and the syncs that its headers name; syncs after `last` do not count."""
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
-        syncs = np.full(len(output_ids), UNKNOWN)
+        syncs = np.full(len(output), UNKNOWN)
         for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):
-            if own or sync <= last:
+            if sync <= last:
                 syncs[start:end] = sync
-        self._oldest.append(oldest if own else min(oldest, last))
-        self._turns.append(TurnRecord(prompt_ids, output_ids, syncs.tolist()))
+        self._oldest.append(min(int(headers.get("x-policy-sync", 0)), last))
+        self._turns.append(TurnRecord(prompt, output, syncs.tolist()))
 
     def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
         """For each sample that TRL makes: the conversation's oldest sync, and the sync of each token."""
@@ -125,18 +121,11 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     _env_tools: dict[str, Any]
 
     def __init__(
-        self,
-        *,
-        fleet: Fleet,
-        writer_term: int,
-        max_staleness: int,
-        progress: Progress | None,
-        nice: int,
-        **kwargs: Any,
+        self, fleet: Fleet, term: int, max_staleness: int, progress: Progress | None, nice: int, **kwargs: Any
     ) -> None:
         """Skips the finished prompts of `progress`. `nice`: how far to lower this process's priority."""
         os.nice(nice)
-        self._router, self._writer_term, self._max_staleness = Router(fleet), writer_term, max_staleness
+        self._router, self._term, self._max_staleness = Router(fleet), term, max_staleness
         self._prompts, self._later = (progress.prompts, progress.later) if progress else (0, ())
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until the rollout is scored
         super().__init__(**kwargs)
@@ -145,10 +134,6 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
         if template := getattr(self.tokenizer, "response_template", None):
             self.tokenizer.response_template = load_response_template(template)
-
-    @property
-    def _request_model(self) -> str:
-        return MODEL_NAME
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for group_id in itertools.count(self._prompts):
@@ -178,9 +163,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             traced.append(TracedSample(**known | {"model_version": oldest}, token_syncs=syncs))
         return traced
 
-    async def _post(
-        self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3
-    ) -> dict[str, Any]:
+    async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> Any:
         deadline, conversation, failed = time.monotonic() + spaces.WAIT_LIMIT_S, _conversation.get(), False
         while True:
             conversation.replica, wait_s = self._router.choose(conversation.replica, failed)
@@ -188,9 +171,10 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             url = conversation.replica
             try:
                 answer, headers = await self._request(f"{url}{path}", payload, timeout)
-                own = int(headers.get("x-policy-term", -1)) == self._writer_term
-                output_ids, last = answer["choices"][0]["token_ids"], self._model_version_value.inherited
-                conversation.add_turn(payload["prompt"], output_ids, headers, own, last)
+                own = int(headers.get("x-policy-term", -1)) == self._term
+                # Up to the sync `inherited`, an earlier trainer had the same weights as this one.
+                last = sys.maxsize if own else self._model_version_value.inherited
+                conversation.add_turn(payload["prompt"], answer["choices"][0]["token_ids"], headers, last)
                 return answer
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
@@ -241,16 +225,11 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
 
 
 def make_worker(
-    settings: Settings,
-    config: AsyncGRPOConfig,
-    task: Task,
-    fleet: Fleet,
-    *,
-    writer_term: int,
-    progress: Progress | None,
+    model: str, config: AsyncGRPOConfig, task: Task, fleet: Fleet, term: int, progress: Progress | None
 ) -> ReplicaRolloutWorker:
-    """Build a rollout worker for several replicas, with TRL's options in `config`; resume `progress`."""
-    tokenizer, inflight = AutoTokenizer.from_pretrained(settings.model), config.max_inflight_tasks
+    """Build a rollout worker for several replicas, with TRL's options in `config`; resume `progress`.
+    `term` is this trainer's term as the writer of the run."""
+    tokenizer, inflight = AutoTokenizer.from_pretrained(model), config.max_inflight_tasks
     if inflight < 0:  # TRL's rule: no more samples than can be trained on before they are too old
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         inflight = max(config.max_staleness, 1) * batch
@@ -261,7 +240,7 @@ def make_worker(
     )
     return ReplicaRolloutWorker(
         fleet=fleet,
-        writer_term=writer_term,
+        term=term,
         max_staleness=config.max_staleness,
         progress=progress,
         # A trainer on a CPU shares its cores with rollouts. Rollouts can wait, but a sync should not.

@@ -77,10 +77,8 @@ class Fleet:
         except OSError as error:
             reason = str(error)
         if self._entries and not self._urls:
-            wrong = f"--replicas {' '.join(self._entries)} names no replica"
-            raise SpacesUnavailableError(
-                f"{wrong} ({reason}): write https://... URLs, or a file that lists them"
-            )
+            problem = f"--replicas {' '.join(self._entries)} names no replica ({reason})"
+            raise SpacesUnavailableError(f"{problem}: write https://... URLs, or a file that lists them")
         return self._urls
 
 
@@ -259,8 +257,8 @@ def _origin(url: str) -> tuple[str, str, int] | None:
     """Scheme, host and port that a request to `url` reaches; None if `url` is not a plain URL."""
     if not (match := _URL.fullmatch(url)):
         return None
-    scheme, host, port = match[1].lower(), match[2].lower(), match[3]
-    return scheme, host, int(port) if port else {"http": 80, "https": 443}[scheme]
+    scheme = match[1].lower()
+    return scheme, match[2].lower(), int(match[3] or {"http": 80, "https": 443}[scheme])
 
 
 # Connections that an asyncio task shares with the tasks that it starts.

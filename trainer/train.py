@@ -38,7 +38,7 @@ from trainer.stop import Stop
 from trainer.tasks import Task, make_task
 
 _FIRST_SYNC = 1  # TRL's number of the sync before the first step
-_HEAD_START_S = 0.05
+_HEAD_START_S = 0.05  # on a CPU, the next step waits at most this long for the publisher; see `on_sync`
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         if log := publisher.log:  # only the main rank has the run's log, and talks to replicas
             watch = stack.enter_context(contextlib.closing(ReplicaWatch(fleet, log)))
             worker = rollouts.make_worker(
-                settings, config, task, fleet, writer_term=publisher.writer_term, progress=progress
+                settings.model, config, task, fleet, publisher.writer_term, progress
             )
         trainer = make_trainer(settings, config, task, publisher, worker, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)

@@ -5,7 +5,6 @@ visitors make the dashboard read, because replicas and the trainer need the owne
 """
 
 import math
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from threading import Event, Lock, Thread
 from typing import Generic, TypeVar
 
 from delta_weight_sync import errors
@@ -42,7 +42,7 @@ _MANIFESTS, _PROOFS = 256, 4096  # answers kept in memory
 _TENSORS = 200_000  # max tensors in all opened deltas in memory together; each takes about 300 bytes
 _DISK = 1_000_000_000  # bytes of objects kept for further downloads
 
-Pause = Callable[[float, threading.Event | None], object]  # waits these seconds, or until the event is set
+Pause = Callable[[Event, float], object]  # waits until the event is set, for at most these seconds
 Status = Callable[[], ReplicaEvent]
 Clock = Callable[[], float]
 
@@ -73,12 +73,7 @@ class RunCache:
     """
 
     def __init__(
-        self,
-        bucket: Bucket,
-        run: str | None,
-        *,
-        own_status: Status | None = None,
-        pause: Pause = lambda seconds, until: (until or threading.Event()).wait(seconds),
+        self, bucket: Bucket, run: str | None, *, own_status: Status | None = None, pause: Pause = Event.wait
     ) -> None:
         self._bucket, self._run, self._own_status, self._pause = bucket, run, own_status, pause
         self._view = RunView(bucket=bucket.url, run=run)
@@ -89,8 +84,8 @@ class RunCache:
         self._opened = time.time()
         self._shown: object = None  # what the shown progress was computed from
         self._lookups: tuple[object, int] = (None, 0)  # which digests were looked up last, and how often
-        self._asked = threading.Event()
-        threading.Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
+        self._asked = Event()
+        Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
 
     def view(self) -> RunView:
         """Return the newest view, and keep it fresh."""
@@ -101,9 +96,9 @@ class RunCache:
         while True:
             self._asked.clear()
             self._refresh()
-            self._pause(EVERY_S, None)
+            self._pause(Event(), EVERY_S)
             if not self._asked.is_set():
-                self._pause(IDLE_S, self._asked)
+                self._pause(self._asked, IDLE_S)
 
     def _refresh(self) -> None:
         own, problem = None, None
@@ -120,8 +115,8 @@ class RunCache:
         basis = (self.state, self.state.events, dict(self.state.digests), own)
         if basis != self._shown:
             self._shown, progress = basis, self.state.progress(own)
-        over = progress is None or progress.done
-        start = None if progress and progress.done else self.state.start(own)
+        ended = progress is not None and progress.done
+        start = None if ended else self.state.start(own)
         since = max((t for t in (start[:3] if start else ()) if t), default=self._opened)
         now = replace(
             was,
@@ -131,7 +126,7 @@ class RunCache:
             events_read=0,
             skipped=self._log.skipped if self._log else 0,
             problem=problem,
-            quiet_min=0 if over or progress is None else max(0, int((time.time() - progress.last_t) / 60)),
+            quiet_min=0 if ended or progress is None else max(0, int((time.time() - progress.last_t) / 60)),
             progress=progress,
             start=start,
             waited=time_text(max(1, int(time.time() - since))) if start else "",
@@ -216,7 +211,7 @@ class AnswerCache(Generic[Question, Answer]):
     clock: Clock = time.monotonic
     # By question: answer or error, its weight, and the time at which the question is answered again.
     _kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = field(default_factory=OrderedDict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: Lock = field(default_factory=Lock)
 
     def __call__(self, question: Question) -> Answer:
         with self._lock:
@@ -250,7 +245,7 @@ class Library:
 
     def __init__(self, bucket: Bucket, run: Callable[[], str | None], clock: Clock = time.monotonic) -> None:
         self.bucket, self._run, self._clock = bucket, run, clock
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._listed: tuple[float, str, Listing] = (0.0, "", [])
         self._manifests = AnswerCache[ObjectInfo, Manifest](
             lambda info: RunReader(self.bucket, self.run).read_listed(info.key), _MANIFESTS
@@ -322,17 +317,13 @@ class Library:
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()
         if way.size > MAX_REBUILD:  # the sum of the files, because a manifest can claim any `full_bytes`
-            raise errors.ProtocolError(
-                "this model is too large to be rebuilt here:"
-                f" run delta-weight-sync verify {self.bucket.url}#{self.run}"
-            )
+            fix = f"run delta-weight-sync verify {self.bucket.url}#{self.run}"
+            raise errors.ProtocolError(f"this model is too large to be rebuilt here: {fix}")
         with Scratch() as folder:
             RunReader(self.bucket, self.run).checkout(manifest, folder)
         steps = len({delta.version for delta in way.deltas})
-        return (
-            f"v{manifest.version} was rebuilt from anchor v{manifest.anchor.version} and {steps}"
-            f" deltas: all {manifest.total} weights give the published digest {manifest.digest}"
-        )
+        rebuilt = f"v{manifest.version} was rebuilt from anchor v{manifest.anchor.version} and {steps} deltas"
+        return f"{rebuilt}: all {manifest.total} weights give the published digest {manifest.digest}"
 
 
 class RateLimitError(errors.BucketError):
@@ -344,7 +335,7 @@ class RateLimitedBucket:
     `BYTES` bytes for `fetch`; after a quiet time, up to twice as much."""
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
-        self._bucket, self.url, self._lock = bucket, bucket.url, threading.Lock()
+        self._bucket, self.url, self._lock = bucket, bucket.url, Lock()
         self._pages = 1  # requests that the last listing took
         self._calls = RateLimit(CALLS / WINDOW_S, CALLS, clock)
         self._bytes = RateLimit(BYTES / WINDOW_S, BYTES, clock)
@@ -378,7 +369,6 @@ class RateLimitedBucket:
             if not wait_s:
                 used, wait_s = size_text(BYTES), self._bytes.spend("visitors", size)
         if wait_s:
-            raise RateLimitError(
-                f"visitors have used up the {used} that they share in {WINDOW_S / 60:.0f} minutes: try"
-                f" again in {max(wait_s, 1):.0f} s, or read the bucket with your own token"
-            )
+            problem = f"visitors have used up the {used} that they share in {WINDOW_S / 60:.0f} minutes"
+            fix = f"try again in {max(wait_s, 1):.0f} s, or read the bucket with your own token"
+            raise RateLimitError(f"{problem}: {fix}")

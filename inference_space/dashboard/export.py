@@ -112,8 +112,9 @@ def _frames(library: Library) -> dict[int, Progress]:
 
 def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[str, object]:
     deltas = {version: delta for version in frames if version and (delta := _delta(library, version))}
-    pages = min(_PAGES, -(-len(library.objects()) // views.PAGE))
-    listings = (views.listing(library.objects(), info.run, page, deltas) for page in range(pages))
+    objects = library.objects()
+    pages = min(_PAGES, views.page_count(views.by_kind(objects, info.run)))
+    listings = (views.listing(objects, info.run, page, deltas) for page in range(pages))
     return {
         "moments": list(frames),
         "versions": list(deltas),

@@ -65,11 +65,6 @@ class Owner:
         return any(own and hmac.compare_digest(given.encode(), own.encode()) for given, own in pairs)
 
 
-def space_author() -> str:
-    """Return the Space's author if visitors can log in here, else an empty string."""
-    return "" if login_problem() else os.environ.get("SPACE_AUTHOR_NAME", "")
-
-
 def login_problem() -> str:
     """Return why visitors cannot log in here, and the fix; empty if they can. Outside of a Space, Gradio
     would log every visitor in as this machine's account."""
@@ -117,9 +112,7 @@ def describe(controls: Controls) -> Markup:
     return render_template("following.html", controls=controls)
 
 
-def guarded(
-    controls: Controls, owner: Owner, act: Callable[[str], None]
-) -> Callable[[str | None, str | None, gr.OAuthProfile | None], tuple[str, str]]:
+def guarded(controls: Controls, owner: Owner, act: Callable[[str], None]) -> Callable[..., tuple[str, str]]:
     """Make a handler that calls `act` for the owner only. The handler returns the state and any refusal."""
 
     # Gradio fills in the profile from its signed session; a visitor cannot send a profile.
@@ -271,7 +264,8 @@ def mount(
         ValueError: The installed Gradio has a different page.
     """
     insert((Path(gr.__file__).parent / "templates/frontend/index.html").read_text(), "")
-    cache, owner = data.RunCache(bucket, run, own_status=own_status), Owner(key, space_author())
+    cache = data.RunCache(bucket, run, own_status=own_status)
+    owner = Owner(key, "" if login_problem() else os.environ.get("SPACE_AUTHOR_NAME", ""))
     if not (owner.key or owner.name):
         controls = None  # without an owner the tab is useless
     library = data.Library(cast(Bucket, data.RateLimitedBucket(bucket)), lambda: cache.view().run)
@@ -279,9 +273,7 @@ def mount(
     app.add_middleware(prerendered, view=cache.view, owner=controls is not None)
     blocks = build(cache.view, controls, owner)
     blocks.state_session_capacity = _SESSIONS
-    app.state.dashboard_events = {
-        number: len(event.inputs) for number, event in blocks.fns.items() if event.fn is not None
-    }
+    app.state.dashboard_events = {n: len(event.inputs) for n, event in blocks.fns.items() if event.fn}
     mounted: FastAPI = gr.mount_gradio_app(
         app,
         blocks,

@@ -129,19 +129,30 @@ def can_download(name: str) -> bool:
     return re.match(r"(run\.json$|(deltas|jumps|manifests|heads|log)/)", name) is not None
 
 
+def by_kind(objects: Listing, run: str) -> dict[str, list[ObjectInfo]]:
+    """Group a run's objects by kind, which is the name of their folder."""
+    kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
+    for info in objects:
+        kind = info.key.removeprefix(f"runs/{run}/").rpartition("/")[0].partition("/")[0]
+        kinds.setdefault(kind if kind in kinds or len(kinds) < _MAX_KINDS else "Others", []).append(info)
+    return kinds
+
+
+def page_count(kinds: dict[str, list[ObjectInfo]]) -> int:
+    """Return how many pages a listing has: enough for the kind with the most objects."""
+    return -(-max(map(len, kinds.values())) // PAGE)
+
+
 def listing(objects: Listing, run: str, page: int, openable: Collection[int] | None = None) -> Markup:
     """Render page `page`, counted from 0, of the run's objects by kind, newest first.
 
     `openable` are the versions whose deltas can be opened; None (on the live page): all, with download links.
     """
-    folder = f"runs/{run}/"
-    kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
-    for info in objects:
-        kind = info.key.removeprefix(folder).rpartition("/")[0].partition("/")[0]
-        kinds.setdefault(kind if kind in kinds or len(kinds) < _MAX_KINDS else "Others", []).append(info)
+    kinds = by_kind(objects, run)
+    pages = page_count(kinds)
 
     def row(info: ObjectInfo) -> dict[str, object]:
-        name = info.key.removeprefix(folder)
+        name = info.key.removeprefix(f"runs/{run}/")
         delta = re.match(r"deltas/(\d{8})", name)
         can_open = delta and (openable is None or int(delta[1]) in openable)
         return {
@@ -152,7 +163,6 @@ def listing(objects: Listing, run: str, page: int, openable: Collection[int] | N
             "download": openable is None and can_download(name),
         }
 
-    pages = -(-max(map(len, kinds.values())) // PAGE)
     page, groups = max(0, min(page, pages - 1)), []
     for kind, found in kinds.items():
         newest = sorted(found, key=lambda info: info.key, reverse=True)[page * PAGE : (page + 1) * PAGE]

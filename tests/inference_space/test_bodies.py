@@ -8,13 +8,7 @@ import pytest
 
 from delta_weight_sync.store import open_bucket
 from env_space.watch import Replica
-from inference_space.gate import (
-    BYTES_PER_TOKEN,
-    MAX_BODY,
-    OTHER_BYTES,
-    Completions,
-    DashboardCalls,
-)
+from inference_space.gate import BYTES_PER_TOKEN, MAX_BODY, OTHER_BYTES, Completions, DashboardCalls
 from space_guard.requests import RateLimit
 from tests.inference_space.asking import CONTEXT, client, gate, trainer
 from tests.support.dashboard import KEY as OWNERS
@@ -123,9 +117,8 @@ def test_all_options_of_openais_client_pass():
 
     async def scenario() -> None:
         async with trainer(gate()) as http:
-            asked = openai.AsyncOpenAI(
-                api_key="x", base_url="http://replica/v1", http_client=http, max_retries=0
-            )
+            url = "http://replica/v1"
+            asked = openai.AsyncOpenAI(api_key="x", base_url=url, http_client=http, max_retries=0)
             await asked.completions.create(prompt="a", max_tokens=9, logprobs=5, echo=True, **common)
             await asked.chat.completions.create(
                 messages=[{"role": "user", "content": "hi"}],
@@ -158,9 +151,7 @@ def calls(events: dict[int, int]) -> list[dict]:
     numbers = [*events, 9999, -1, None, "0", 1.5, True, [0]]
     datas = [[], *([odd] for odd in ODD), *(["a", odd] for odd in ODD), *([odd, 1] for odd in ODD), [1] * 9]
     sessions = ["visitor", "", "x" * 15_000, None, "../x", 7]
-    wrong = [
-        {"fn_index": number, "data": data, "session_hash": "visitor"} for number in numbers for data in datas
-    ]
+    wrong = [{"fn_index": n, "data": data, "session_hash": "visitor"} for n in numbers for data in datas]
     wrong += [{"fn_index": 0, "data": [None], "session_hash": session} for session in sessions]
     return [*wrong, {"fn_index": 0, "data": [None], "session_hash": "a", "trigger_id": "x"}, {"data": []}, {}]
 

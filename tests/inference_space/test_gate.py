@@ -30,6 +30,7 @@ from tests.inference_space.asking import (
 JSON = {"content-type": "application/json"}
 COMPLETIONS, EVENT = "/v1/completions", "/gradio_api/run/predict"
 LONGEST = (64 << 10) + 16 * CONTEXT  # bytes
+ONE = {"inference": Lane(1, 600.0)}  # one request at a time
 
 
 def behind(app=echo, **options):
@@ -112,12 +113,7 @@ def test_without_a_key_inference_is_open():
 
 
 def test_no_app_behind_gets_to_see_key_or_token_or_answers_other_sites():
-    given = {
-        "X-Space-Key": KEY,
-        "Authorization": "Bearer hf_x",
-        "Origin": "https://evil.example",
-        "Cookie": "a=b",
-    }
+    given = RIGHT | {"Authorization": "Bearer hf_x", "Origin": "https://evil.example", "Cookie": "a=b"}
     seen = ask("POST", COMPLETIONS, json={}, headers=given).json()["headers"]
     assert seen.keys() == {"host", "accept", "accept-encoding", "user-agent", "cookie", "content-type"}
     assert (seen["host"], seen["cookie"]) == ("replica", "a=b")
@@ -166,9 +162,7 @@ def test_more_requests_than_the_lane_has_room_for_are_asked_to_come_back():
 
 def test_an_answer_that_takes_too_long_is_given_up_and_its_place_is_free_again():
     async def scenario():
-        async with trainer(
-            behind(lambda _: asyncio.Event().wait(), lanes={"inference": Lane(1, 600.0)})
-        ) as http:
+        async with trainer(behind(lambda _: asyncio.Event().wait(), lanes=ONE)) as http:
             return [await http.post(COMPLETIONS, json={}) for _ in range(3)]
 
     for answer in running(scenario):
@@ -188,10 +182,7 @@ def test_a_stream_that_takes_too_long_is_cut_off():
     async def stream(request: Request) -> Response:
         return StreamingResponse(parts(), media_type="text/event-stream")
 
-    before, body = (
-        behind(stream, lanes={"inference": Lane(1, 600.0)}),
-        {"type": "http.request", "body": b"{}"},
-    )
+    before, body = behind(stream, lanes=ONE), {"type": "http.request", "body": b"{}"}
     headers = RIGHT | JSON | {"content-length": "2"}
     sent = running(lambda: ask_raw(before, COMPLETIONS, body, headers=headers))
     assert [message.get("body") for message in sent] == [None, b"data: first\n\n"], "and no end of it"
@@ -210,13 +201,9 @@ FILE = {"path": "http://169.254.169.254/latest", "meta": {"_type": "gradio.FileD
 CALL = {"data": ["a key", "7", None], "fn_index": 3, "session_hash": "abc", "trigger_id": 9}
 
 
-NO_EVENTS = [
-    CALL | {"data": [FILE, "1", None]},
-    CALL | {"data": [[FILE], "1", None]},
-    CALL | {"data": ["a key", 1, None]},
-    CALL | {"session_hash": FILE},
-]
-NO_EVENTS += [CALL | {"data": FILE}, {"fn_index": 0}, [], "data"]
+DATA = [FILE, "1", None], [[FILE], "1", None], ["a key", 1, None], FILE
+NO_EVENTS = [*(CALL | {"data": data} for data in DATA), CALL | {"session_hash": FILE}]
+NO_EVENTS += [{"fn_index": 0}, [], "data"]
 
 
 @pytest.mark.parametrize(
@@ -259,10 +246,8 @@ def test_a_request_takes_no_place_before_all_of_it_has_arrived(path, headers):
     async def scenario():
         app = gate()
         async with client(app) as slow, trainer(app) as http:
-            waiting = [
-                asyncio.create_task(slow.post(path, content=silent(), headers=headers, timeout=None))
-                for _ in range(16)
-            ]
+            requests = (slow.post(path, content=silent(), headers=headers, timeout=None) for _ in range(16))
+            waiting = [*map(asyncio.create_task, requests)]
             await asyncio.sleep(1)
             asked = await http.post(COMPLETIONS, json={"prompt": "a"})
             event = {"data": [None], "fn_index": 0, "session_hash": "a"}
@@ -282,12 +267,11 @@ def test_one_visitors_unfinished_bodies_take_little_memory_and_few_connections(s
         app = gate(open_inference=True, rate=RateLimit(1e9, 1e9))
         most = ARRIVING // 4 // LEAST
         async with client(app, VISITOR) as slow, client(app, OTHER) as other, trainer(app) as http:
-            asks = [
-                asyncio.create_task(slow.post(COMPLETIONS, content=silent(), headers=said, timeout=None))
-                for _ in range(most)
-            ]
+            options = {"headers": said, "timeout": None}
+            requests = (slow.post(COMPLETIONS, content=silent(), **options) for _ in range(most))
+            asks = [*map(asyncio.create_task, requests)]
             await asyncio.sleep(1)
-            refused = await slow.post(COMPLETIONS, content=silent(), headers=said, timeout=None)
+            refused = await slow.post(COMPLETIONS, content=silent(), **options)
             others = await other.post(COMPLETIONS, json={}), await http.post(COMPLETIONS, json={})
             for task in asks:
                 task.cancel()

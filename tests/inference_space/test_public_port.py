@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from markupsafe import Markup
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from uvicorn import Config
@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from delta_weight_sync.store import open_bucket
 from inference_space import public_port
 from inference_space.dashboard import page as page_module
-from inference_space.dashboard.page import content_policy
+from inference_space.dashboard.page import content_policy, first_paint
 from inference_space.gate import RATE
 from inference_space.public_port import KEEP_ALIVE_S, LIMITS, MAX_VISITORS
 from inference_space.settings import SETUP
@@ -92,13 +92,10 @@ def test_only_the_hubs_proxies_set_the_clients_address_and_the_log_is_limited(mo
 
 @pytest.mark.finding(20)
 @pytest.mark.full
-def test_the_page_works_within_its_policy_and_a_script_in_a_runs_data_does_not(
-    page: Page, tmp_path, monkeypatch
-) -> None:
-    planted = '<img src="x" onerror="window.owned = 1"><script>window.owned = 2</script>'
-    paint = page_module.first_paint
+def test_the_page_works_within_its_policy_and_a_script_in_a_runs_data_does_not(page, tmp_path, monkeypatch):
+    planted = Markup('<img src="x" onerror="window.owned = 1"><script>window.owned = 2</script>')
     monkeypatch.setattr(
-        page_module, "first_paint", lambda *given, **more: paint(*given, **more) + Markup(planted)
+        page_module, "first_paint", lambda *given, **more: first_paint(*given, **more) + planted
     )
     page.add_init_script(
         "window.blocked = [];"

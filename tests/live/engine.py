@@ -134,9 +134,8 @@ class Engine:
 
 def facts(output: RequestOutput) -> dict[str, Any]:
     (choice,) = output.outputs
-    logprobs = [
-        (token, step[token].logprob) for step, token in zip(choice.logprobs, choice.token_ids, strict=True)
-    ]
+    steps = zip(choice.logprobs, choice.token_ids, strict=True)
+    logprobs = [(token, step[token].logprob) for step, token in steps]
     spans = [(span.version, span.start, span.end) for span in getattr(choice, "weight_versions", ())]
     return {"prompt": output.prompt_token_ids[0], "logprobs": logprobs, "spans": spans}
 

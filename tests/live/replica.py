@@ -40,9 +40,8 @@ class Server:
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, env={**os.environ, **self._environ}, stdout=log, stderr=log
-            )
+            environ = os.environ | self._environ
+            self._process = subprocess.Popen(self._command, env=environ, stdout=log, stderr=log)
 
     def __enter__(self) -> Self:
         self.start()
@@ -136,9 +135,7 @@ class Replica(Server):
 def engine_of(replica: Replica) -> psutil.Process:
     """The process of its vLLM's engine."""
     family = psutil.Process(replica.pid).children(recursive=True)
-    return next(
-        process for process in family if "EngineCore" in " ".join([process.name(), *process.cmdline()])
-    )
+    return next(one for one in family if "EngineCore" in " ".join([one.name(), *one.cmdline()]))
 
 
 @contextmanager
@@ -184,9 +181,8 @@ class Answer:
 
 def ask(url: str, prompt: list[int], max_tokens: int) -> Answer:
     """A greedy completion."""
-    answer = httpx.post(
-        f"{url}/v1/completions", json=body(prompt, max_tokens), headers=HEADERS, timeout=PATIENCE_S
-    )
+    asked = {"json": body(prompt, max_tokens), "headers": HEADERS}
+    answer = httpx.post(f"{url}/v1/completions", **asked, timeout=PATIENCE_S)
     content = answer.raise_for_status().json()
     (choice,) = content["choices"]
     parts = answer.headers.get("x-policy-versions", "").replace("-", ":").split(",")
@@ -205,7 +201,7 @@ def body(prompt: Any, max_tokens: int) -> dict[str, Any]:
     return {"model": "policy", "prompt": prompt, "return_token_ids": True, **sampling}
 
 
-def greedy(url: str) -> list[tuple[list[int], list[float]]]:
-    """Token ids and logprobs of 24 greedy tokens for each of `PROMPTS`."""
-    answers = [ask(url, prompt, 24) for prompt in PROMPTS]
+def greedy(url: str, prompts: list[list[int]] = PROMPTS) -> list[tuple[list[int], list[float]]]:
+    """Token ids and logprobs of 24 greedy tokens for each prompt."""
+    answers = [ask(url, prompt, 24) for prompt in prompts]
     return [(answer.tokens, answer.logprobs) for answer in answers]

@@ -61,9 +61,8 @@ def test_a_commit_that_fails_changes_nothing(trainer: Trainer, replica: Replica)
     undisturbed = ask(replica.url, PROMPT, LONG)
     commit = trainer.writer.commit
     with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as fault:
-        fault.setattr(
-            trainer.writer, "commit", lambda *args, **facts: commit(*args, **{**facts, "digest": "0" * 16})
-        )
+        wrong = {"digest": "0" * 16}
+        fault.setattr(trainer.writer, "commit", lambda *args, **facts: commit(*args, **facts | wrong))
         asked = pool.submit(ask, replica.url, PROMPT, LONG)
         trainer.step()
         trainer.publish()
@@ -85,10 +84,8 @@ def test_a_commit_that_fails_changes_nothing(trainer: Trainer, replica: Replica)
 def test_a_request_that_needs_newer_weights_is_refused(trainer, replica):
     replica.wait_for(trainer.publisher.version)
     for sync, status in ((trainer.syncs, 200), (trainer.syncs + 1, 503), ("new", 400)):
-        headers = HEADERS | {"x-policy-min-sync": str(sync)}
-        answer = httpx.post(
-            f"{replica.url}/v1/completions", json=body([PROMPT], 1), headers=headers, timeout=PATIENCE_S
-        )
+        asked = {"json": body([PROMPT], 1), "headers": HEADERS | {"x-policy-min-sync": str(sync)}}
+        answer = httpx.post(f"{replica.url}/v1/completions", **asked, timeout=PATIENCE_S)
         assert answer.status_code == status, answer.text
         assert status != 503 or f"needs sync {sync}: use another server" in answer.json()["error"]["message"]
 

@@ -19,18 +19,13 @@ from env_space.settings import Settings
 from tests.live.replica import Replica
 from tests.support.serving import serving
 from tests.support.waiting import soon
+from tests.trainer.test_fleet import listed
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
 POLICY = Path(trainer.policies.__file__).parent / "wordle-tiny"
 STEPS, GAMES, STALE = 30, 32, 3
 OPTIONS = f"--max_steps {STEPS} --per_device_train_batch_size {GAMES} --max_staleness {STALE} --use_cpu true"
-
-
-def listed(file: Path, replicas: list[Replica]) -> None:
-    new = file.with_suffix(".new")
-    new.write_text("".join(f"{replica.url}\n" for replica in replicas))
-    new.replace(file)
 
 
 def test_games_go_on_while_replicas_die_and_join(tmp_path):
@@ -85,9 +80,8 @@ def test_games_go_on_while_replicas_die_and_join(tmp_path):
     assert [step.step for step in trained] == [*range(1, STEPS + 1)]
     assert done[-1].digest == head.digest
     assert max(step.metrics["sample/staleness_max"] for step in trained) <= STALE
-    ended = sum(
-        int(float(count)) for count in re.findall(r"^wordle_games_total{.*} (\S+)$", text, re.MULTILINE)
-    )
+    counts = re.findall(r"^wordle_games_total{.*} (\S+)$", text, re.MULTILINE)
+    ended = sum(int(float(count)) for count in counts)
     dropped = sum(step.metrics.get("sample/dropped_stale_total", 0) for step in trained)
     used = STEPS * GAMES + dropped
     assert used <= ended <= used + 3 * GAMES * STALE, "each game that ended is a sample, or waits to be one"

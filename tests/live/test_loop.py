@@ -43,11 +43,10 @@ def start_trainer(folder: Path, bucket_url: str, replica_url: str) -> subprocess
     (folder / "config.yaml").write_text(CONFIG + f"output_dir: {folder}/trainer\n")
     command = [sys.executable, "-m", "trainer.train", "--config", str(folder / "config.yaml")]
     command += ["--model", str(folder / "base"), "--bucket", bucket_url, "--run", "loop"]
+    command += ["--replicas", replica_url]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / "trainer.log").open("wb") as log:
-        return subprocess.Popen(
-            [*command, "--replicas", replica_url], env=environment, stdout=log, stderr=log
-        )
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
 def reaches(reader: RunLogReader, trainer: subprocess.Popen[bytes], step: int) -> bool:

@@ -145,8 +145,6 @@ def test_no_other_user_reaches_vllms_engine(replica):
 
 
 def test_no_other_user_reads_what_a_replica_keeps(replica):
-    kept = [
-        path for path in replica.folder.rglob("*") if path.name != "replica.log"
-    ]  # that one is the test's
+    kept = [path for path in replica.folder.rglob("*") if path.name != "replica.log"]  # that is the test's
     assert any(path.suffix == ".safetensors" for path in kept)
     assert [path for path in kept if path.stat().st_mode & 0o077] == []

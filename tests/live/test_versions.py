@@ -11,7 +11,7 @@ import pytest
 
 from delta_weight_sync import compat
 from delta_weight_sync.reader import RunReader
-from tests.live.replica import PROMPTS, Server, ask, order, served
+from tests.live.replica import PROMPTS, Server, ask, greedy, order, served
 from tests.live.run import training, update
 from tests.support.waiting import soon
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.live, pytest.mark.long]  # two processes import vLLM, 
 DELTAS, LONG, BLOCK = 10, 400, 32
 SHARED = [3 + 37 * i % 200 for i in range(2 * BLOCK)]  # whole blocks, which a vLLM would find again
 MODES = {"between two steps": "0", "while it is paused": "1"}
-Answers = list[tuple[list[int], list[float]]]
+ASKED = [*PROMPTS, SHARED]
 
 
 @pytest.fixture(scope="module")
@@ -43,35 +43,29 @@ def test_ten_deltas_answer_as_a_fresh_load(how, trainer, tmp_path, monkeypatch, 
     with served(tmp_path / "base", run, tmp_path / "vllm", **options) as vllm:
         vllm.wait_for(first)
         assert f"commits {how}" in vllm.status()["engine"]
-        before = answers(vllm)
+        before = greedy(vllm.url, ASKED)
         with ThreadPoolExecutor(2) as pool:  # begun before the first commit; its blocks are those of SHARED
             running = [pool.submit(ask, vllm.url, [*SHARED, i], LONG) for i in range(2)]
             for _ in range(DELTAS):
                 newest = update(trainer, vllm)
-            after = answers(vllm)
+            after = greedy(vllm.url, ASKED)
             for future in running:
                 answer = future.result()
                 assert len(answer.tokens) == LONG, "no commit ended it"
                 assert answer.headers["x-policy-version"] == (answer.spans or [(str(first),)])[0][0]
         assert after != before
         commits = vllm.status(after=first)["commits"]
-        assert [(c["version"], c["joined"]) for c in commits] == [
-            (first + 1 + i, False) for i in range(DELTAS)
-        ]
+        versions = range(first + 1, first + 1 + DELTAS)
+        assert [(c["version"], c["joined"]) for c in commits] == [(version, False) for version in versions]
         record_property("pause_ms", round(median(commit["pause_ms"] for commit in commits), 2))
         assert went(vllm, "heal") == reader.manifest().digest
         assert went(vllm, "pin", version=first) == reader.manifest(first).digest
-        assert answers(vllm) == before
+        assert greedy(vllm.url, ASKED) == before
         assert went(vllm, "resume") == reader.manifest().digest
     reader.checkout(reader.manifest(newest), tmp_path / "model")
     with served(tmp_path / "model", run, tmp_path / "fresh", **options) as fresh:
         assert fresh.wait_for(newest)["digest"] == reader.manifest().digest
-        assert answers(fresh) == after
-
-
-def answers(vllm: Server) -> Answers:
-    asked = [ask(vllm.url, prompt, 24) for prompt in (*PROMPTS, SHARED)]
-    return [(answer.tokens, answer.logprobs) for answer in asked]
+        assert greedy(fresh.url, ASKED) == after
 
 
 def went(vllm: Server, what: str, **parameters: int) -> str:

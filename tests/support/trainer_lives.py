@@ -33,39 +33,21 @@ EVENTS = 100  # of them some ten are of a step
 PATIENCE_S = 240.0
 
 
-def live(
-    folder: Path,
-    bucket: str,
-    steps: int,
-    die: Callable[[], None] = lambda: None,
-    every: int = 1,
-    **others: Any,
-) -> None:
+def nothing() -> None: ...
+
+
+def live(folder: Path, bucket: str, steps: int, die=nothing, every: int = 1, **others: Any) -> None:
     """The command of `trainer.train`, with a sync every `every` steps; `die` is called at each event."""
-    script = Settings(
-        model=str(folder / "base"),
-        bucket=bucket,
-        run="lives",
-        replicas=[],
-        task="brevity",
-        state_every=STATE_EVERY,
-        state_minutes=0.0,
-        **others,
-    )
-    settings = cpu_config(
-        folder / "trl",
-        max_steps=steps,
-        weight_sync_steps=every,
-        per_device_train_batch_size=BATCH,
-        learning_rate=1e-3,
-        lr_scheduler_type="linear",
-        weight_decay=0.1,
-        max_staleness=1000,
-    )
+    places = {"model": str(folder / "base"), "bucket": bucket, "run": "lives", "replicas": []}
+    states = {"state_every": STATE_EVERY, "state_minutes": 0.0}
+    script = Settings(**places, task="brevity", **states, **others)
+    rates = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "weight_decay": 0.1}
+    sizes = {"max_steps": steps, "weight_sync_steps": every, "per_device_train_batch_size": BATCH}
+    settings = cpu_config(folder / "trl", **rates, **sizes, max_staleness=1000)
     parser = SimpleNamespace(parse_args_and_config=lambda: (script, settings))
     with (
         mock.patch.object(train, "TrlParser", return_value=parser),
-        mock.patch.object(rollouts, "make_worker", lambda *_, progress, **__: Recorded(steps, progress)),
+        mock.patch.object(rollouts, "make_worker", lambda *given: Recorded(steps, given[-1])),
         mock.patch.object(Publisher, "publish", one_by_one(Publisher.publish)),
         mock.patch.object(FileBucket, "put", _around(FileBucket.put, die)),
         mock.patch("delta_weight_sync.store._files._write", _in_halves(die)),
@@ -214,9 +196,9 @@ def main(folder: Path, kills: int, seed: int) -> None:
     tiny.build(folder / "base", tie=True, seed=0)
     steps = 6 + 8 * kills  # more than all lives take
     undisturbed, ended = ((folder / name).as_uri() for name in ("undisturbed", "ended"))
-    wait(fork(folder, undisturbed, steps, folder / "undisturbed.log", lambda: None))
+    wait(fork(folder, undisturbed, steps, folder / "undisturbed.log", nothing))
     ends = ended_lives(folder, ended, steps, kills)
-    wait(fork(folder, ended, steps, folder / "last.log", lambda: None))
+    wait(fork(folder, ended, steps, folder / "last.log", nothing))
     result = {"steps": steps, "ends": ends, "undisturbed": versions(undisturbed), "ended": versions(ended)}
     (folder / "versions.json").write_text(json.dumps(result))
 

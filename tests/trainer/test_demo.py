@@ -31,14 +31,8 @@ from trainer.demo.processes import ChildError, Processes, exclusive, free_port, 
 
 def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trainer.demo", "--folder", str(folder), *arguments]
-    return subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env={**os.environ, **environment}, **pipes, text=True)
 
 
 def wait_for_children(process: subprocess.Popen[str], folder: Path, *, served: bool) -> list[psutil.Process]:
@@ -195,10 +189,8 @@ def test_priorities_of_children_count_within_one_session(tmp_path):
             processes.start(name, ["told"], {"PYTHONPATH": str(tmp_path)}, may_end=True, nice=nice)
             child = processes._children[name]
             child.wait(PATIENCE_S)
-            assert (
-                processes.log(name).read_text()
-                == f"{min(19, os.nice(0) + nice)} {os.getsid(0)} {child.pid}\n"
-            )
+            expected = f"{min(19, os.nice(0) + nice)} {os.getsid(0)} {child.pid}\n"
+            assert processes.log(name).read_text() == expected
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "soon"])
@@ -218,10 +210,9 @@ def test_lines_tell_what_is_left_of_the_time(capsys, monkeypatch):
     progress.show(syncs)
     now = 340.0
     progress.show(steps)
-    said = capsys.readouterr().out.splitlines()
-    assert said[1:] == [
-        "[ 240.0 s] step    0  reward  0.000  trainer v1, replica none  10 B, 4.00 % changed  60 s left"
-    ], "one line a moment"
+    _, *said = capsys.readouterr().out.splitlines()
+    line = "[ 240.0 s] step    0  reward  0.000  trainer v1, replica none  10 B, 4.00 % changed  60 s left"
+    assert said == [line], "one line a moment"
     now = 500.0
     assert progress.left_s == 0, "the last step may take longer"
 

@@ -39,9 +39,8 @@ ENGINE = -3.0  # what the engine is said to have said of each token
 
 def trl_model(folder: Path, dtype: str) -> torch.nn.Module:
     """What `AsyncGRPOTrainer` trains."""
-    model = create_model_from_path(
-        str(folder), device_map=None, attn_implementation=TREE_ATTENTION, dtype=dtype
-    )
+    options = {"device_map": None, "attn_implementation": TREE_ATTENTION, "dtype": dtype}
+    model = create_model_from_path(str(folder), **options)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     return model
 
@@ -289,13 +288,11 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
 
 @pytest.mark.live
-def test_each_token_is_trained_on_with_the_log_probability_of_its_own_version(
-    tmp_path, monkeypatch, trained_on
-):
+def test_each_token_is_trained_on_with_its_own_versions_log_probability(tmp_path, monkeypatch, trained_on):
     played, url = Played(), (tmp_path / "bucket").as_uri()
     sizes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_staleness": 2}
     config = cpu_config(tmp_path / "trl", learning_rate=1e-2, **sizes)
-    monkeypatch.setattr(rollouts, "make_worker", lambda *_, **__: played)
+    monkeypatch.setattr(rollouts, "make_worker", lambda *_: played)
     tiny.build(tmp_path / "base", tie=True, seed=0)
     places = {"model": str(tmp_path / "base"), "bucket": url, "run": "run", "replicas": []}
     train.train(Settings(**places, task="brevity", exact_old_policy=True), config)
@@ -305,11 +302,10 @@ def test_each_token_is_trained_on_with_the_log_probability_of_its_own_version(
     for batch in (0, 2, 3):
         samples = played.samples[batch * BATCH : (batch + 1) * BATCH]
         queries = [query(s.input_ids, s.completion_mask == 1) for s in samples]
-        said = {
-            sync: from_checkout(f"{url}#run", sync, tmp_path, "float32", queries).reshape(BATCH, -1)
-            for sync in set(samples[0].token_syncs[PROMPT:].tolist())
-        }
-        made = samples[0].token_syncs[PROMPT:]
+        made, said = samples[0].token_syncs[PROMPT:], {}
+        for sync in set(made.tolist()):
+            checkout = from_checkout(f"{url}#run", sync, tmp_path, "float32", queries)
+            said[sync] = checkout.reshape(BATCH, -1)
         for sync, expected in said.items():
             own = made == sync
             np.testing.assert_allclose(trained_on[batch][:, own], expected[:, own], atol=1e-5)

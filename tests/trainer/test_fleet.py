@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoTokenizer
@@ -86,10 +86,10 @@ def players() -> Iterator[list[Player]]:
             player.gate.set()
 
 
-def listed(file: Path, players: list[Player]) -> None:
-    """Replace the file in one step."""
+def listed(file: Path, replicas: list[Any]) -> None:
+    """Write the URLs of these replicas to the file, in one step."""
     new = file.with_suffix(".new")
-    new.write_text("".join(f"{player.url}\n" for player in players))
+    new.write_text("".join(f"{replica.url}\n" for replica in replicas))
     new.replace(file)
 
 
@@ -154,9 +154,8 @@ def test_a_replica_that_fails_rests_and_is_asked_again_if_there_is_no_other(monk
 def test_a_file_of_replicas_that_is_missing_or_empty_is_an_error_only_at_the_start(tmp_path):
     file = tmp_path / "replicas"
     for reason in ("No such file", "it lists no URL"):
-        with pytest.raises(
-            SpacesUnavailableError, match=rf"names no replica \(.*{reason}.*or a file that lists them"
-        ):
+        sentence = rf"names no replica \(.*{reason}.*or a file that lists them"
+        with pytest.raises(SpacesUnavailableError, match=sentence):
             Fleet([str(file)]).urls()
         file.write_text("\n")
     file.write_text("http://a\nhttp://b\n")

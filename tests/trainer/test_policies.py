@@ -51,9 +51,8 @@ def tokens(tokenizer):
 @pytest.mark.parametrize("secret", ["crane", "abbey"])
 def test_every_turn_of_a_game_extends_the_tokens_of_the_last(tokenizer, tokens, secret):
     game = env.Game(secret, frozenset([*WORDS, secret]))
-    render = partial(
-        tokenizer.apply_chat_template, return_dict=False, add_generation_prompt=True, tools=[guess]
-    )
+    options = {"return_dict": False, "add_generation_prompt": True, "tools": [guess]}
+    render = partial(tokenizer.apply_chat_template, **options)
     messages = [{"role": "user", "content": env.OPENING}]
     held = list(tokens.prompt)
     for word in ["eerie", "zzz", "speed", "speed", "abide", "crane"]:
@@ -200,20 +199,17 @@ def test_a_tool_call_round_trips(its_tokenizer):
     prompt, whole = template(asked, add_generation_prompt=True), template(called)
     assert whole[: len(prompt)] == prompt
     assert "Guess a word." in its_tokenizer.decode(prompt)
-    assert parse_response(its_tokenizer, whole[len(prompt) :], prefix=prompt)["tool_calls"] == [
-        calling("crane")
-    ]
+    message = parse_response(its_tokenizer, whole[len(prompt) :], prefix=prompt)
+    assert message["tool_calls"] == [calling("crane")]
 
 
 @LONG
 def test_without_tools_the_prompt_is_smollm2s_own(its_tokenizer):
-    text = its_tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
-    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    assert text == (
-        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    asked = [{"role": "user", "content": "Hi"}]
+    text = its_tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    system = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    turns = [f"<|im_start|>{turn}<|im_end|>\n" for turn in (system, "user\nHi")]
+    assert text == "".join([*turns, "<|im_start|>assistant\n"])
 
 
 @LONG

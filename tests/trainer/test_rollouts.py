@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import multiprocessing
-import multiprocessing.synchronize
 import os
 import pickle
 import queue
@@ -15,7 +14,6 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from accelerate import PartialState
@@ -96,7 +94,7 @@ def rollout_loop(
     PartialState(cpu=True)
     return ReplicaRolloutLoop(
         fleet=Fleet([replicas]),
-        writer_term=TERM,
+        term=TERM,
         max_staleness=60,
         progress=Progress(syncs=0, trainer={}, prompts=3, later=(4, 6)),
         nice=0,
@@ -117,8 +115,8 @@ def rollout_loop(
     )
 
 
-def named(sync: int, writer_term: int = TERM) -> dict[str, str]:
-    return {"x-policy-sync": str(sync), "x-policy-term": str(writer_term)}
+def named(sync: int, term: int = TERM) -> dict[str, str]:
+    return {"x-policy-sync": str(sync), "x-policy-term": str(term)}
 
 
 @pytest.mark.parametrize(
@@ -130,8 +128,8 @@ def test_weights_of_an_earlier_trainer_are_as_old_as_what_this_one_has_of_them(t
     assert [s.model_version for s in samples_of([[named(5), turn], [named(5), named(5)]])] == [sync, 5]
 
 
-def spanned(sync: int, spans: str, writer_term: int = TERM) -> dict[str, str]:
-    return named(sync, writer_term) | {"x-policy-syncs": spans}
+def spanned(sync: int, spans: str, term: int = TERM) -> dict[str, str]:
+    return named(sync, term) | {"x-policy-syncs": spans}
 
 
 @pytest.mark.parametrize(
@@ -186,9 +184,7 @@ def test_a_trainer_goes_on_behind_what_was_trained_on_and_gives_up_what_was_drop
     assert len(groups) == 19_999, "TRL counts them"
 
 
-def write_half(
-    samples: "multiprocessing.Queue[object]", written: "multiprocessing.synchronize.Event"
-) -> None:
+def write_half(samples: "multiprocessing.Queue[object]", written) -> None:
     """What the queue's own thread has done when the process is killed within a sample; then nothing more."""
     os.write(samples._writer.fileno(), struct.pack("!i", 1000) + b"ten bytes.")  # type: ignore[attr-defined]
     written.set()
@@ -225,10 +221,9 @@ class Broken(Game):
 def test_a_child_that_does_not_start_ends_the_trainer_with_the_cause(fault, cause, monkeypatch):
     monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # TRL is as it was, after this test
     patches.install()
-    settings = SimpleNamespace(model=str(TOKENIZER), replicas=[])
     config = AsyncGRPOConfig(bf16=False, use_cpu=True)
     task = Task(make_dataset("Play Wordle.", 1, seed=0), [], partial(Broken, fault))
-    worker = rollouts.make_worker(settings, config, task, Fleet([]), writer_term=1, progress=None)
+    worker = rollouts.make_worker(str(TOKENIZER), config, task, Fleet([]), 1, None)
     with pytest.raises(RolloutError, match=f"^the process that collects rollouts did not start: {cause}$"):
         worker.start()
 

@@ -60,9 +60,7 @@ TOKENS = [("hf_read", 403), ("hf_bucket_read", 403), ("hf_expired", 401), ("hf_t
 
 
 @pytest.mark.parametrize(("token", "status"), TOKENS)
-def test_a_token_that_may_not_write_ends_the_trainer_before_it_changes_anything(
-    hub_env, base, tmp_path, monkeypatch, token, status
-):
+def test_a_token_that_may_not_write_ends_the_trainer(hub_env, base, tmp_path, monkeypatch, token, status):
     open_bucket(BUCKET, create=True)
     writes = os.environ["HF_TOKEN"]
     monkeypatch.setenv("HF_TOKEN", token)
@@ -114,9 +112,7 @@ def test_training_ends_with_its_time_and_resumes_without_that_limit(buckets):
 
 @pytest.mark.live
 @pytest.mark.parametrize("fresh", [True, False])
-def test_another_model_than_the_runs_is_refused_before_the_wait_for_spaces(
-    buckets, base, tmp_path, monkeypatch, fresh
-):
+def test_another_model_than_the_runs_is_refused_at_once(buckets, base, tmp_path, monkeypatch, fresh):
     shutil.copytree(base, tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))

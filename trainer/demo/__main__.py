@@ -255,12 +255,10 @@ def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -
     }
 
 
-def trainer_command(
-    policy: Policy, model: Path, bucket_url: str, replica_url: str, env_url: str
-) -> list[str]:
+def trainer_command(policy: Policy, model: Path, bucket: str, replica: str, env: str) -> list[str]:
     """The trainer's module and arguments, without the time limit."""
     command = ["trainer.train", "--config", str(_TRAINER / "configs" / policy.config), "--model", str(model)]
-    command += ["--bucket", bucket_url, "--run", RUN, "--replicas", replica_url, "--env_url", env_url]
+    command += ["--bucket", bucket, "--run", RUN, "--replicas", replica, "--env_url", env]
     return command if gpu_build.is_installed() else [*command, "--use_cpu", "true"]
 
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -94,7 +93,7 @@ def interrupt_once() -> None:
         signal.signal(number, interrupt)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _signals_delayed() -> Iterator[None]:
     """Deliver the first signal after the block, so no signal interrupts a child's start or the cleanup."""
     received: list[int] = []
@@ -118,7 +117,7 @@ def free_port(wanted: int = 0) -> int:
         raise ChildError(f"port {wanted} is in use; {fix}") from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Lock `folder` for this process; raises `ChildError` while another process holds the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)

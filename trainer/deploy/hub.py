@@ -43,6 +43,8 @@ _POLL_S = 5.0
 _ERROR_LIMIT_S = 60.0  # an error that lasts this long ends `up`; a shorter one may predate the last change
 _LOG_LINES = 15
 
+Secrets = Mapping[str, str]  # name -> value
+
 
 def connect() -> HfApi:
     """A client of the Hub at HF_ENDPOINT, with a time limit for requests; huggingface_hub sets none."""
@@ -230,9 +232,7 @@ def make_change(what: str, call: Callable[..., object], *given: object, **option
     print(what, flush=True)
 
 
-def apply(
-    api: HfApi, owner: str, name: str, wanted: list[SpacePlan], secrets: Mapping[str, str]
-) -> list[Space]:
+def apply(api: HfApi, owner: str, name: str, wanted: list[SpacePlan], secrets: Secrets) -> list[Space]:
     """Make the Hub match the plan `wanted` (all apps, or only the page), and print each change.
     Returns the Spaces of the plan, the environment's first."""
     plans, bucket, changes = {plan.repo_id: plan for plan in wanted}, f"{owner}/{name}", 0
@@ -270,9 +270,7 @@ def apply(
     return [space for space in found if space.repo_id in plans]
 
 
-def _update(
-    plan: SpacePlan, space: Space, secrets: Mapping[str, str], api: HfApi, change: Callable[..., None]
-) -> None:
+def _update(plan: SpacePlan, space: Space, secrets: Secrets, api: HfApi, change: Callable[..., None]) -> None:
     """Change the settings that differ from the plan. Of unplanned variables, only `PUBLIC_KEY` is removed."""
     repo_id, hardware, sleep_s = plan.repo_id, plan.hardware, plan.sleep_s
     if space.private != plan.private:

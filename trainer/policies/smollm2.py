@@ -49,10 +49,8 @@ def find_gguf() -> Path:
 
 
 def _write(gguf: Path, folder: Path, taught: str) -> None:
-    config = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=config
-    )
+    options = {"gguf_file": gguf.name, "quantization_config": GgufConfig(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **options)
     if taught:
         model = with_adapter(model.float(), ADAPTERS[taught]).bfloat16()
     model.save_pretrained(folder)

@@ -87,7 +87,7 @@ class Pauses:
     def __init__(self) -> None:
         self._begun, self._over = queue.Queue[float](), queue.Queue[None]()
 
-    def __call__(self, seconds: float, until: threading.Event | None) -> None:
+    def __call__(self, until: threading.Event, seconds: float) -> None:
         self._begun.put(seconds)
         self._over.get()
 
@@ -151,11 +151,8 @@ def test_digests_come_from_the_manifests(bucket: Bucket) -> None:
     written.log.close()
     progress = until(RunCache(bucket, "wordle"), lambda view: version(view) == 4).progress
     assert progress
-    assert {r.status.replica: progress.matches(r.status) for r in progress.replicas} == {
-        "same": True,
-        "late": True,
-        "wrong": False,
-    }
+    matching = {r.status.replica: progress.matches(r.status) for r in progress.replicas}
+    assert matching == {"same": True, "late": True, "wrong": False}
 
 
 def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) -> None:
@@ -366,9 +363,7 @@ def test_answers_are_evicted_by_weight() -> None:
 
 
 @pytest.mark.finding(8)
-def test_the_size_stated_by_a_manifest_is_not_trusted(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_that_a_manifest_states_is_not_trusted(bucket: Bucket, monkeypatch) -> None:
     """`full_bytes` is a number; the sizes of its files are what is fetched."""
     manifest, counted = manifest_of(0, 0), CountedBucket(bucket)
     file = manifest.anchor.files[0].model_copy(update={"size": MAX_REBUILD + 1})
@@ -489,9 +484,7 @@ class TestHubQuota:
             pauses.end()
             pauses.begun()
 
-    def test_many_objects_cost_no_more_than_the_limit(
-        self, bucket: Bucket, hub: HubSim, visitor: TestClient
-    ) -> None:
+    def test_many_objects_cost_no_more_than_the_limit(self, bucket, hub, visitor) -> None:
         files = [(b"%d" % number, f"runs/r/log/{number}") for number in range(self.OBJECTS)]
         bucket._api.batch_bucket_files(bucket._id, add=files)
         answers = []
@@ -507,9 +500,7 @@ class TestHubQuota:
         assert "visitors have used up the 240 reads" in refused[0].text
         assert visitor.get("/dashboard/bucket").status_code == 200
 
-    def test_a_page_that_is_open_costs_no_requests_to_the_api(
-        self, hub: HubSim, visitor: TestClient, pauses: Pauses
-    ) -> None:
+    def test_a_page_that_is_open_costs_no_requests_to_the_api(self, hub, visitor, pauses) -> None:
         for _ in range(2):
             pauses.end()
             pauses.begun()
@@ -517,9 +508,7 @@ class TestHubQuota:
         assert api == 0
         assert requests <= 30
 
-    def test_a_replica_on_a_version_that_never_was_is_not_looked_up_for_ever(
-        self, bucket: Bucket, hub: HubSim, visitor: TestClient, pauses: Pauses
-    ) -> None:
+    def test_a_version_that_never_was_is_not_looked_up_for_ever(self, bucket, hub, visitor, pauses) -> None:
         run = bucket.get("runs/r/log/00000000.jsonl")
         bucket.put("runs/r/log/00000000.jsonl", run.replace(b'"version":1,', b'"version":99,'))
         self.look(visitor, pauses, 30)

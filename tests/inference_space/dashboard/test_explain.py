@@ -70,10 +70,9 @@ def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun, shown: Sh
     assert mine["full_bytes"] == manifests[0].full_bytes
     assert mine["link"] == pytest.approx(LINK * mine["full_bytes"] / EXAMPLE.full_bytes)
     assert mine["changed"] == manifests[0].changed / manifests[0].total
-    expect(page.locator("[data-scene=ship] .said")).to_contain_text(f"The {size_text(sizes[1])} that changed")
-    expect(page.locator("[data-scene=ship] .said")).to_contain_text(
-        f"This small model starts on a small link: {size_text(mine['link'])}/s"
-    )
+    said, link = page.locator("[data-scene=ship] .said"), size_text(mine["link"])
+    expect(said).to_contain_text(f"The {size_text(sizes[1])} that changed")
+    expect(said).to_contain_text(f"This small model starts on a small link: {link}/s")
     expect(page.locator("[data-scene=rounding] .tally")).to_contain_text("tiny-qwen changed")
 
 
@@ -91,9 +90,8 @@ def test_without_a_run_an_example_is_shown_and_its_table_holds(example: Page) ->
 
 def test_everything_answers_to_the_keyboard(example: Page) -> None:
     page = example
-    sync, landing, rounding = (
-        page.locator(f"[data-scene={name}]") for name in ("sync", "landing", "rounding")
-    )
+    scenes = ("sync", "landing", "rounding")
+    sync, landing, rounding = (page.locator(f"[data-scene={name}]") for name in scenes)
     sync.get_by_label("Replicas").focus()
     page.keyboard.press("End")
     expect(sync.locator(".node.replica")).to_have_count(16)
@@ -122,9 +120,8 @@ def test_where_motion_is_not_wanted_the_end_is_shown_and_nothing_moves(
         window = 10 * (EXAMPLE.step_s + EXAMPLE.diff_s)
         f = Formulas(page)
         full, delta = (spans(EXAMPLE, LINK, window) for spans in (f.broadcast_spans, f.delta_spans))
-        expect(ship.locator(".count")).to_have_text(
-            [f"{f.steps_done(spans, window)} steps" for spans in (full, delta)]
-        )
+        counts = [f"{f.steps_done(spans, window)} steps" for spans in (full, delta)]
+        expect(ship.locator(".count")).to_have_text(counts)
         expect(page.locator("[data-scene=landing] .said")).to_contain_text("delta of v12")
         frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
         shown = page.locator("#dws").inner_html()
@@ -194,9 +191,8 @@ def test_a_timeline_adds_up(f: Formulas) -> None:
         wait = EXAMPLE.full_bytes / link
         assert f.steps_done(full, window) == pytest.approx(window / (EXAMPLE.step_s + wait), abs=1)
         assert f.steps_done(delta, window) == 10
-        assert f.idle_share(delta, "trainer", window) == pytest.approx(
-            EXAMPLE.diff_s / (EXAMPLE.step_s + EXAMPLE.diff_s)
-        )
+        idle = EXAMPLE.diff_s / (EXAMPLE.step_s + EXAMPLE.diff_s)
+        assert f.idle_share(delta, "trainer", window) == pytest.approx(idle)
         for spans, lane in itertools.product((full, delta), ("trainer", "replica")):
             ends = sorted((a, b) for at, _, a, b in spans if at == lane)
             assert all(after[0] == pytest.approx(before[1]) for before, after in itertools.pairwise(ends))

@@ -50,9 +50,8 @@ def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(page, url, run
     run.status("far", 0, error=HOSTILE)
     page.goto(url)
     expect(page.locator("#dws-live h1")).to_have_text("v1 serving on 1/2 replicas")
-    expect(page.locator("#dws-live .lead")).to_have_text(
-        "44 KB per sync instead of 440 KB · paused 20 ms (median)"
-    )
+    lead = "44 KB per sync instead of 440 KB · paused 20 ms (median)"
+    expect(page.locator("#dws-live .lead")).to_have_text(lead)
     far, near = rows(page, 0)
     assert far == ["far", "serving", "v0", "1 version behind", "", f"yes {digest_of(0)}", HOSTILE]
     assert near == ["near", "serving", "v1", "current", "1.5 s", f"yes {digest_of(1)}", ""]
@@ -74,9 +73,7 @@ def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(page, url, run
     run.publish(22_000, 1_100)
     run.commit("far", 2, lag_s=2.5, pause_ms=30)
     expect(page.locator("#dws-live h1")).to_have_text("v2 serving on 1/2 replicas")
-    assert page.evaluate("document.querySelector('#dws-live h1').kept"), (
-        "updated in place, so nothing flickers"
-    )
+    assert page.evaluate("document.querySelector('#dws-live h1').kept"), "updated in place: nothing flickers"
     assert {urlsplit(one).hostname for one in asked} == {"127.0.0.1"}, "nothing leaves the machine"
 
 
@@ -249,9 +246,8 @@ def test_a_folder_shows_the_run_without_a_server(page, tmp_path, real, bucket):
     page.goto(index.as_uri())
     newest = real.reader.manifest()
     expect(page.locator("#dws-live h1")).to_have_text("v3 serving on 1/1 replica")
-    expect(page.locator("#dws-live .done")).to_contain_text(
-        ["training ended", f"exactly the published bits {newest.digest}"]
-    )
+    done = ["training ended", f"exactly the published bits {newest.digest}"]
+    expect(page.locator("#dws-live .done")).to_contain_text(done)
 
     page.get_by_label("Look back").focus()
     page.keyboard.press("Home")
@@ -262,12 +258,11 @@ def test_a_folder_shows_the_run_without_a_server(page, tmp_path, real, bucket):
     expect(past).to_contain_text(f"yes {real.reader.manifest(1).digest}")
 
     page.locator("[data-tab=inside]").click()
-    expect(page.locator(".view-inside")).to_contain_text(
-        f"v2 → v3: {count_text(newest.changed)} weights changed"
-    )
+    inside = page.locator(".view-inside")
+    expect(inside).to_contain_text(f"v2 → v3: {count_text(newest.changed)} weights changed")
     page.get_by_label("Version").focus()
     page.keyboard.press("Home")
-    expect(page.locator(".view-inside")).to_contain_text("v1 → v2")
+    expect(inside).to_contain_text("v1 → v2")
     page.locator("[data-tab=bucket]").click()
     page.locator("[data-delta='2']").click()
     expect(page.locator(".opened")).to_contain_text(size_text(real.reader.manifest(2).deltas[-1].size))

@@ -1,6 +1,7 @@
 """The dashboard as part of an app: its first paint, its routes, and its command."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -21,11 +23,13 @@ from inference_space.dashboard import page as page_module
 from inference_space.dashboard import views
 from inference_space.dashboard.__main__ import main
 from inference_space.dashboard.data import RunView
+from inference_space.dashboard.export import export
 from inference_space.dashboard.page import Owner, first_paint, guarded, insert, render
 from inference_space.dashboard.state import Progress
-from inference_space.dashboard.views import OpenedDelta, inside
+from inference_space.dashboard.views import PAGE, OpenedDelta, inside
 from inference_space.settings import SETUP
 from tests.browser import PATIENCE_S
+from tests.inference_space.dashboard.test_data import real_run
 from tests.inference_space.dashboard.test_state import progress
 from tests.support.dashboard import KEY, RecordedControls, mounted
 from tests.support.records import commit, manifest_of, status, sync
@@ -81,13 +85,10 @@ def test_another_gradio_is_refused_with_the_fix() -> None:
 
 @pytest.mark.finding(7)
 def test_a_page_is_rendered_once_for_all_viewers(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    views, paint = list[RunView](), page_module.first_paint
-    monkeypatch.setattr(
-        page_module, "first_paint", lambda view, **more: views.append(view) or paint(view, **more)
-    )
-    pages = [
-        page for name in ("replica", "evil.example") for page in ask(app, *["/"] * 40, headers={"Host": name})
-    ]
+    paint = mock.Mock(wraps=first_paint)
+    monkeypatch.setattr(page_module, "first_paint", paint)
+    pages = ask(app, *["/"] * 40) + ask(app, *["/"] * 40, headers={"Host": "evil.example"})
+    views = [call.args[0] for call in paint.call_args_list]
     assert len({page.content for page in pages}) <= len(views)
     assert len(views) == len({view.revision for view in views}), "a page for a view, not for a visitor"
     assert len(views) < 10
@@ -117,14 +118,23 @@ def test_the_command_says_where_it_serves_the_bucket_and_leaves_nothing(tmp_path
 @pytest.mark.parametrize(
     ("url", "said"), [("ftp://somewhere", "hf://buckets/<owner>/<name>"), ("", "holds no run yet")]
 )
-def test_an_impossible_export_ends_with_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, said: str
-) -> None:
+def test_an_impossible_export_ends_with_one_sentence(tmp_path, monkeypatch, url: str, said: str) -> None:
     url = url or open_bucket(f"file://{tmp_path}/bucket", create=True).url
     monkeypatch.setattr("sys.argv", ["dashboard", "--bucket", url, "--export", f"{tmp_path}/site"])
     with pytest.raises(SystemExit, match=said):
         main()
     assert not (tmp_path / "site").exists()
+
+
+def test_an_export_has_as_many_pages_of_the_listing_as_the_page_names(tmp_path: Path) -> None:
+    """More objects than fit on a page, but of no kind more than that."""
+    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
+    real_run(bucket)
+    for number in range(PAGE):
+        bucket.put(f"runs/r/{'jumps' if number % 2 else 'log'}/other-{number}", b"")
+    index = export(bucket, "r", tmp_path / "site")
+    data = json.loads(index.with_name("data.js").read_text().removeprefix("window.DWS = ").rstrip(";\n"))
+    assert list(data["bucket"]) == ["0"]
 
 
 ATTACK = """</p></style><script>alert(1)</script><img src=x onerror=a()>" onload="a()' onload='a()"""

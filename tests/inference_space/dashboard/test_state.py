@@ -34,9 +34,8 @@ def progress(*events: Event) -> Progress:
 
 
 def rewards(**metrics: float) -> StepEvent:
-    return StepEvent(
-        t=0, step=1, reward=1.0, metrics={f"games/{name}": rate for name, rate in metrics.items()}
-    )
+    found = {f"games/{name}": rate for name, rate in metrics.items()}
+    return StepEvent(t=0, step=1, reward=1.0, metrics=found)
 
 
 PLAYED = Rollout(turns=(("crane", "c1-r2?a3+n4-e5-"),), reward=0.2, sync=0)
@@ -77,10 +76,8 @@ def test_bytes_are_counted_from_version_1_and_anchors_count_as_sent() -> None:
 def test_a_commit_moves_its_replica_and_costs_the_slowest() -> None:
     commits = commit("x", 1, lag_s=4, pause_ms=7), commit("y", 1, lag_s=2, pause_ms=9)
     run = progress(sync(1, 30), *commits, sync(2, 30))
-    assert [(r.status.replica, r.status.version, run.behind(r.status), r.lag_s) for r in run.replicas] == [
-        ("x", 1, 1, 4),
-        ("y", 1, 1, 2),
-    ]
+    shown = [(r.status.replica, r.status.version, run.behind(r.status), r.lag_s) for r in run.replicas]
+    assert shown == [("x", 1, 1, 4), ("y", 1, 1, 2)]
     assert (run.pause_ms, run.worst_pause_ms, run.lag_s) == (8, 9, 3)
     (newest, uncommitted), (first, slowest), _ = run.syncs
     assert (newest.version, uncommitted, first.version) == (2, None, 1)
@@ -127,9 +124,7 @@ def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:
 
 
 @pytest.mark.parametrize(("published", "ok"), [(DIGEST, True), ("b" * 16, False), (None, None)])
-def test_replicas_and_the_trainer_are_compared_with_the_published_digest(
-    published: str | None, ok: bool | None
-) -> None:
+def test_replicas_and_the_trainer_are_compared_with_the_published_digest(published, ok) -> None:
     state = folded(sync(0, 1100), sync(1, 9), commit("x", 1), DoneEvent(t=1, version=0, digest=DIGEST))
     assert state.served() == {0, 1}
     state.digests |= {0: published, 1: published}
@@ -141,18 +136,14 @@ def test_replicas_and_the_trainer_are_compared_with_the_published_digest(
 
 
 def test_rates_come_from_the_steps_that_have_them() -> None:
-    steps = [
-        StepEvent(t=0, step=n, reward=r, metrics={}) for n, r in ((1, 0.5), (2, None), (3, None), (4, 0.75))
-    ]
+    given = {1: 0.5, 2: None, 3: None, 4: 0.75}
+    steps = [StepEvent(t=0, step=step, reward=reward, metrics={}) for step, reward in given.items()]
     stale = StepEvent(t=0, step=5, reward=None, metrics={"sample/staleness_mean": 2.0})
     run = progress(*steps, rewards(solve_rate=0.5, invalid_rate=0.1), stale)
     assert run.curves["reward"] == ((1, 0.5), (4, 0.75), (1, 1.0))
     assert (run.reward_steps, run.reward_first, run.reward_lately) == (1, 0.5, 1.0), "the windows are apart"
-    assert (run.curves["solved"], run.curves["invalid"], run.curves["staleness"]) == (
-        ((1, 0.5),),
-        ((1, 0.1),),
-        ((5, 2.0),),
-    )
+    rates = [run.curves[name] for name in ("solved", "invalid", "staleness")]
+    assert rates == [((1, 0.5),), ((1, 0.1),), ((5, 2.0),)]
     assert run.group is None
 
 
@@ -219,7 +210,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> CountedBucket:
 @pytest.fixture(scope="module")
 def cache(bucket: CountedBucket) -> Iterator[RunCache]:
     """It reads the run once, and then only when a test makes it."""
-    return RunCache(bucket, None, pause=lambda seconds, until: threading.Event().wait())
+    return RunCache(bucket, None, pause=lambda until, seconds: threading.Event().wait())
 
 
 @pytest.fixture
@@ -236,9 +227,7 @@ def test_the_first_reading_takes_each_segment_once(bucket: CountedBucket, view: 
     assert "v10000 serving on 3/3 replicas" in render(view)
 
 
-def test_a_refresh_reads_and_sends_no_more_than_that_of_a_short_run(
-    bucket: CountedBucket, cache: RunCache, view: RunView
-) -> None:
+def test_a_refresh_reads_and_sends_no_more_than_that_of_a_short_run(bucket, cache, view) -> None:
     before = bucket.asked.total()
     cache._refresh()
     assert bucket.asked.total() - before <= 6
@@ -250,9 +239,7 @@ def test_a_refresh_reads_and_sends_no_more_than_that_of_a_short_run(
     assert max(map(len, curves)) <= POINTS + 1, "what a page shows does not grow with the run"
 
 
-def test_looking_back_reads_nothing_of_the_log_again(
-    bucket: CountedBucket, cache: RunCache, view: RunView
-) -> None:
+def test_looking_back_reads_nothing_of_the_log_again(bucket, cache, view) -> None:
     before = bucket.asked["get"]
     pages = {one: body(cache.state.at(one, lambda versions: {})) for one in moments(VERSIONS)[:-1]}
     assert bucket.asked["get"] == before

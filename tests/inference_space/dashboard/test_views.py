@@ -81,6 +81,7 @@ def test_a_long_run_is_listed_page_by_page() -> None:
     assert "<b>20 MB</b> in 20000 objects" in newest
     assert "00010000.t1-5ad0b5d1.safetensors" in newest
     assert "00000001.t1-5ad0b5d1.safetensors" in oldest
+    assert "page 400 of 400" in oldest
 
 
 MEMORY = 64 << 20  # bytes that a look at a delta may take
@@ -94,13 +95,12 @@ def frame(byte: int, count: int) -> np.ndarray:
     return np.frombuffer(b"".join([*parts, out.flush()]), np.uint8)
 
 
-def claiming(
-    path: Path, tensors: list[object], groups: list[object], streams: dict[str, np.ndarray] | None = None
-) -> Path:
-    """A delta that lists `tensors`; nothing need be behind them."""
-    metadata = {"tensors": json.dumps(tensors), "groups": json.dumps(groups), "base": "0", "version": "1"}
-    streams = streams or {"x": np.zeros(1, np.uint8)}
-    path.write_bytes(save(streams, {"format": DELTA_FORMAT, **metadata}))
+def claiming(folder: Path, tensors: list[object], mode: str = "bands", **streams: np.ndarray) -> Path:
+    """A delta that lists `tensors`, all in one group; nothing need be behind them."""
+    metadata = {"tensors": json.dumps(tensors), "groups": json.dumps([{"mode": mode}])}
+    metadata |= {"format": DELTA_FORMAT, "base": "0", "version": "1"}
+    path = folder / "delta"
+    path.write_bytes(save(streams or {"x": np.zeros(1, np.uint8)}, metadata))
     return path
 
 
@@ -115,7 +115,7 @@ def peak(path: Path) -> tuple[OpenedDelta, int]:
 @pytest.mark.finding(3)
 def test_a_bomb_is_listed_and_not_unpacked(tmp_path: Path) -> None:
     streams = {"0.low": frame(2, ELEMENTS), "0.high": frame(0, ELEMENTS)}
-    path = claiming(tmp_path / "delta", [["w", [ELEMENTS], ELEMENTS, 0]], [{"mode": "dense"}], streams)
+    path = claiming(tmp_path, [["w", [ELEMENTS], ELEMENTS, 0]], "dense", **streams)
     assert path.stat().st_size < 1 << 20
     delta, allocated = peak(path)
     assert delta.changes == ELEMENTS
@@ -126,7 +126,7 @@ def test_a_bomb_is_listed_and_not_unpacked(tmp_path: Path) -> None:
 @pytest.mark.finding(3)
 def test_a_table_alone_is_bounded(tmp_path: Path) -> None:
     names = (f"model.layers.{layer}.kind{kind}" for layer in range(300) for kind in range(200))
-    path = claiming(tmp_path / "delta", [[n, [1], 1, 0] for n in names], [{"mode": "bands"}])
+    path = claiming(tmp_path, [[n, [1], 1, 0] for n in names])
     delta, allocated = peak(path)
     assert allocated < MEMORY
     assert len(inside(delta)) < 10_000, "no map of 60,000 cells"
@@ -138,9 +138,7 @@ def test_a_table_alone_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.finding(3)
 def test_a_longer_table_is_not_read_at_all(tmp_path: Path) -> None:
     """It takes twenty times its bytes."""
-    path = claiming(
-        tmp_path / "delta", [["w" * 2200 + str(n), [1], 1, 0] for n in range(8000)], [{"mode": "dense"}]
-    )
+    path = claiming(tmp_path, [["w" * 2200 + str(n), [1], 1, 0] for n in range(8000)], "dense")
     assert path.stat().st_size > MAX_HEADER
     with pytest.raises(CodecError, match="not opened here"):
         open_delta([path])
@@ -160,7 +158,7 @@ def test_a_longer_table_is_not_read_at_all(tmp_path: Path) -> None:
     ],
 )
 def test_a_table_that_cannot_be_is_refused(tmp_path: Path, tensor: list[object], complaint: str) -> None:
-    path = claiming(tmp_path / "delta", [tensor], [{"mode": "dense"}])
+    path = claiming(tmp_path, [tensor], "dense")
     with pytest.raises(CodecError, match=complaint):
         open_delta([path])
 
@@ -168,9 +166,7 @@ def test_a_table_that_cannot_be_is_refused(tmp_path: Path, tensor: list[object],
 @pytest.mark.finding(3)
 def test_a_layer_of_thousands_of_digits_is_a_name_and_names_fill_no_page(tmp_path: Path) -> None:
     names = [f"model.layers.{'9' * 5000}.x", *(f"w{n}" for n in range(60_000))]
-    page = inside(
-        open_delta([claiming(tmp_path / "delta", [[n, [1], 1, 0] for n in names], [{"mode": "bands"}])])
-    )
+    page = inside(open_delta([claiming(tmp_path, [[n, [1], 1, 0] for n in names])]))
     assert "outside the layers" in page
     assert len(page) < 50_000
 

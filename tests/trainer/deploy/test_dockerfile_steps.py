@@ -72,9 +72,8 @@ class Space(Server):
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = self._process = subprocess.Popen(
-                self._command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=log, stderr=log
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+            self.process = self._process = subprocess.Popen(self._command, cwd=CHECKOUT, **pipes)
         assert self.process.stdin is not None
         with self.process.stdin as job:
             job.write(json.dumps(asdict(self._job)).encode())
@@ -107,9 +106,8 @@ def start_trainer(
     environ = {**os.environ, **signs, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environ |= {"SPACE_KEY": KEY, "HF_TOKEN": WRITING, "SPACES": " ".join([env.url, *replicas])}
     with (folder / "trainer.log").open("wb") as log:
-        return subprocess.Popen(
-            command, env=environ, cwd=CHECKOUT, stdout=log, stderr=log, start_new_session=True
-        )
+        options = {"stdout": log, "stderr": log, "start_new_session": True}
+        return subprocess.Popen(command, env=environ, cwd=CHECKOUT, **options)
 
 
 def end(trainer: subprocess.Popen[bytes]) -> None:

@@ -56,11 +56,10 @@ def test_all_is_well_before_a_deployment_of_the_owner_of_the_token(world: World)
 def test_a_bucket_that_doctor_opens_keeps_the_time_limit_of_other_requests(world: World):
     connect()
     assert not problems(world)
-    client = get_session()
+    client, plain = get_session(), default_client_factory()
     assert client.timeout.read == 60.0, "of deploy"
-    assert len(client.event_hooks["response"]) > len(default_client_factory().event_hooks["response"]), (
-        "the library notes the quota"
-    )
+    hooks, usual = (len(each.event_hooks["response"]) for each in (client, plain))
+    assert hooks > usual, "the library notes the quota"
 
 
 def test_all_is_well_with_a_deployment(world: World, api, monkeypatch):
@@ -79,9 +78,7 @@ def test_all_is_well_with_a_deployment(world: World, api, monkeypatch):
         ("", "HF_TOKEN is not set", "", "trainers open private Spaces"),
     ],
 )
-def test_unsuitable_or_missing_tokens(
-    world: World, monkeypatch, tmp_path, token, words, space_token, space_words
-):
+def test_unsuitable_or_missing_tokens(world, monkeypatch, tmp_path, token, words, space_token, space_words):
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.setenv("SPACE_HF_TOKEN", space_token)
     assert space_words in problems(world)["Space's token"]

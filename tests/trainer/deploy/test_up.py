@@ -104,9 +104,8 @@ def test_only_a_changed_variable_or_a_new_read_token_changes_something(world: Wo
 def test_a_changed_file_is_uploaded_in_one_commit(world: World, api):
     world.up()
     for path in ("env_space/game.py", "extra.txt"):
-        api.upload_file(
-            path_or_fileobj=b"# by hand\n", path_in_repo=path, repo_id=world.env, repo_type="space"
-        )
+        file = {"path_or_fileobj": b"# by hand\n", "path_in_repo": path}
+        api.upload_file(**file, repo_id=world.env, repo_type="space")
     before = world.hub.space(world.env)["commits"]
     out = world.up()
     made = world.hub.space(world.env)
@@ -171,9 +170,7 @@ def test_the_next_up_finishes_an_interrupted_one(world: World, api):
         ("HF_TOKEN", "hf_expired", ["does not know this token", "HF_TOKEN"]),
     ],
 )
-def test_an_unsuitable_token_is_refused_before_anything_is_made(
-    world: World, monkeypatch, variable, token, words
-):
+def test_an_unsuitable_token_is_refused_before_anything_is_made(world, monkeypatch, variable, token, words):
     monkeypatch.setenv(variable, token)
     before = world.changes()
     out = world.fails("up")

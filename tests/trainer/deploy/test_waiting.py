@@ -105,9 +105,8 @@ def test_a_foreign_space_that_wants_a_key_ends_the_run(keyed_apps, monkeypatch):
     monkeypatch.setenv("SPACE_KEY", KEY)
     with pytest.raises(SpacesUnavailableError, match=r"\(401\) and is not in SPACES: add the URL .* yours$"):
         Spaces(Fleet([keyed_apps.replica])).wake()
-    with pytest.raises(
-        SpacesUnavailableError, match="is yours, or set ENV_KEY to the key that you were given"
-    ):
+    fix = "is yours, or set ENV_KEY to the key that you were given"
+    with pytest.raises(SpacesUnavailableError, match=fix):
         Spaces(Fleet([]), keyed_apps.env).wake()
     monkeypatch.setenv("ENV_KEY", KEY)
     Spaces(Fleet([]), keyed_apps.env).wake()
