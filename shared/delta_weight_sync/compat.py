@@ -1,10 +1,10 @@
 """What this library needs of vLLM and TRL, and whether the installed releases have it.
 
 The library uses and patches code of vLLM and TRL that is not a public interface. `compat.toml` lists these
-places. This module looks for each place in the installed sources, without importing them. A release with all
-places causes a warning only if it was not tested with this library. If a place is missing, its feature is
-switched off; if the feature is needed, this is an error. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings into
-errors.
+places. This module looks for each place in the installed sources, without importing them. If a required
+feature lacks a place, this is an error. If an optional feature lacks a place, the feature is switched off,
+with a warning; a tested release that is too old for the feature causes no warning. A release that was not
+tested causes a warning, even if it has all places. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings into errors.
 """
 
 import ast
@@ -64,13 +64,13 @@ class Release:
         return not self.features[feature].missing
 
     def cure(self, since: str = "") -> str:
-        """Command to install a tested release >= `since`: the first one newer than this, else the newest."""
+        """Return the command that installs a tested release, `since` or later: the next, else the newest."""
         works = [release for release in self.run if _number(release) >= _number(since)]
         newer = (release for release in works if _number(release) > _number(self.version))
         return f"pip install '{self.package}=={next(newer, works[-1])}.*'"
 
     def problems(self, *needed: str) -> tuple[list[str], list[str]]:
-        """Errors and warnings about this release. The optional features in `needed` count as required."""
+        """Return errors and warnings about this release. Optional features in `needed` count as required."""
         fatal, warnings = list[str](), list[str]()
         if not self.version:
             fatal.append(f"{self.package} is not installed; pip install '.[{self.package}]' in the checkout")
@@ -84,6 +84,7 @@ class Release:
                 )
                 if not feature.without or name in needed:
                     fatal.append(text)
+                # A tested release from before `since` is known to lack the feature, so do not warn.
                 elif not (self.known and _number(self.version) < _number(feature.since)):
                     warnings.append(f"{text}; until then {feature.without}")
         return (fatal + warnings, []) if is_set(STRICT) else (fatal, warnings)

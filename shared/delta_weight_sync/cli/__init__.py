@@ -17,7 +17,7 @@ COMMANDS = {
     "bisect": "find the version that broke a metric, with a command that judges a checkpoint",
     "blame": "show which tensors changed most in one version, and how far",
     "follow": "keep an ordinary Hugging Face checkpoint at the newest version, for any engine",
-    "gc": "delete the oldest versions of a run, within a budget of bytes or age",
+    "gc": "delete the oldest versions of a run, until the rest fits a size or an age",
     "keygen": "make a pair of keys, to sign the versions of a run and to check the signatures",
     "plan": "predict the bytes, seconds and money that a run will take",
     "doctor": "show which features work with the installed packages, and how to make the others work",

@@ -87,7 +87,8 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     """
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
-    with ThreadPoolExecutor(1) as starter:  # signals do not interrupt the start in another thread
+    # Start the command in another thread, where no signal handler can interrupt the start and lose it.
+    with ThreadPoolExecutor(1) as starter:
         started = starter.submit(subprocess.Popen, filled, shell=True, process_group=0)
         try:
             return started.result().wait()
@@ -220,9 +221,12 @@ def _verify(arguments: Arguments) -> None:
 
 
 def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Iterator[Manifest]:
-    """Build each version from the one before and its delta. Check all anchors on the way, and the jumps that
-    recipes or the newest manifest use. Also build the oldest and newest version as a joining replica does.
-    The disk holds at most two checkpoints at the same time."""
+    """Verify the versions one after the other, and yield the manifest of each.
+
+    The oldest version is built as a joining replica builds it. Each later version is built from the version
+    before it and its delta. The newest version is also built as a joining replica builds it. Of the versions
+    in `manifests`, all anchors are checked, and all jumps that begin there and are in a recipe or in the
+    newest manifest. The disk holds at most two checkpoints at the same time."""
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
     used = (delta for manifest in manifests for delta in manifest.recipe().deltas)
@@ -262,8 +266,8 @@ def _checkout(arguments: Arguments) -> None:
 
 def _blame(arguments: Arguments) -> None:
     """For each tensor, the columns show how many of its weights changed, their share, and how far they moved
-    in units in the last place (ULPs) of bf16. Compare with another version: suspect a tensor that changed
-    completely, and weights that moved far.
+    in units in the last place (ULPs) of bf16. Compare the columns with those of another version. Signs of
+    an error are a tensor of which all weights changed, and weights that moved far.
     """
     from delta_weight_sync.codec import ULP_CLASSES, Delta, count_ulps
 
@@ -274,7 +278,7 @@ def _blame(arguments: Arguments) -> None:
         raise ProtocolError(f"{what}: name a later version, whose delta shows what changed")
     with Scratch() as folder:
         deltas = [*map(Delta, reader.fetch_all(manifest.delta, folder))]
-        # Fetch the version before only if the delta's encoding reads the old bits.
+        # Fetch the previous version only if the delta's encoding needs the bits before the change.
         old = functools.cache(
             lambda: reader.checkout(reader.manifest(manifest.version - 1), folder / "before")
         )
@@ -325,6 +329,7 @@ def _bisect(arguments: Arguments) -> None:
         reader.manifest(end)  # raises an error if there is no such version
     held: FollowedVersion | None = None  # the last good version; later versions are built from it
     with Scratch() as folder:
+        # The user vouches for a named end. Any other end is judged before the versions between the ends.
         ends = [bad] * (arguments.bad is None) + [good] * (arguments.good is None)
         while left := ends or [version for version in range(good + 1, bad) if version not in verdicts]:
             version = left.pop(0) if ends else left[len(left) // 2]
@@ -346,8 +351,8 @@ def _bisect(arguments: Arguments) -> None:
             good, bad = version if verdict else good, version if verdict is False else bad
     if good + 1 < bad:
         raise CommandError(
-            f"the first bad version is in the range {good + 1} to {bad}: your command could not judge the"
-            f" versions before {bad} (exit code 125)"
+            f"the first bad version is in the range {good + 1} to {bad}: your command could not judge any"
+            f" version of this range before {bad} (exit code 125)"
         )
     print(f"version {bad} is the first bad one; {len(verdicts)} versions were judged")
     place = printable(f"{reader.bucket.url}#{reader.keys.run}")
@@ -372,7 +377,7 @@ def _follow(arguments: Arguments) -> None:
     one step, after the new folder is complete and its digest is verified; that folder is never written again.
     The previous version stays until the build of the next one begins. If an object is damaged or the bucket
     is unreachable, the command says so and, without --once, keeps trying; DIR/current does not change. You
-    can kill the command at any moment: if the digest of the version in DIR is right, the next start keeps it.
+    can kill the command at any moment. The next start keeps the version in DIR if its digest is right.
 
     COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or
     did not run for the version in DIR, the next start runs it. {path} becomes the version's own folder,
@@ -423,11 +428,16 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _gc(arguments: Arguments) -> None:
-    """The oldest versions are deleted first. These stay: all files that the newest version's manifest names;
-    objects up to an hour older than the run's newest object, and all files that such a manifest names;
-    the version of the oldest saved trainer state, and all later versions; HEADs, states, log and
-    run.json. So you can run the command while a trainer and replicas use the run. A deleted version can no
-    longer be checked out, pinned or verified.
+    """The oldest versions are deleted first. The command never deletes these:
+
+      - files that the newest version's manifest names;
+      - objects that are at most an hour older than the run's newest object;
+      - files that a manifest names, if the manifest is at most an hour older than the run's newest object;
+      - the version of the oldest saved trainer state, and later versions;
+      - HEADs, states, log and run.json.
+
+    So you can run the command while a trainer and replicas use the run. A deleted version can no longer be
+    checked out, pinned or verified.
 
     With Publisher(..., keep="20GB"), the trainer deletes old versions itself.
     """

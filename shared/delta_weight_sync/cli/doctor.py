@@ -25,6 +25,7 @@ def _run(arguments: argparse.Namespace) -> None:
     print(f"{_NAME} {importlib.metadata.version(_NAME)}, Python {platform.python_version()}")
     wrong = False if arguments.site else _packages()
     releases = [compat.examine(package, arguments.site) for package in ("vllm", "trl")]
+    # A folder of --site usually holds only one of the packages. Do not print that it lacks the other.
     found = [each for each in releases if each.version or not arguments.site]
     sys.exit(int(any([wrong, *map(_release, found or releases)])))
 

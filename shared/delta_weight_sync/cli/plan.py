@@ -28,10 +28,10 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     add("--changed", dest="share", type=share, required=True, help="share of the weights in a sync: 1%%")
     add("--replicas", type=_positive, required=True, help="number of vLLM replicas")
     add("--link", type=link, required=True, help="link speed of each machine: 100MB/s, 10Gb/s")
-    latency = "time that each request to the Hub takes in addition to its bytes (default: 100ms)"
+    latency = "time of a request to the Hub, without the transfer of its bytes (default: 100ms)"
     add("--latency", type=seconds, default=Question.latency, help=latency)
     add("--encoding", choices=(*cost.ENCODE,), default="fast", help="encoding of deltas (default: fast)")
-    kinds = "fp32: fp32 master weights (default); fp32-start: the same, first steps; bf16: no master weights"
+    kinds = "fp32 (default): fp32 master weights; fp32-start: first steps of fp32; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
     add("--ranks", type=_positive, help="ranks of the trainer (default: as many as its memory needs)")
     add("--workers", type=_positive, help="workers of each replica (default: as many as its memory needs)")
@@ -48,13 +48,14 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _quantity(unit: str, least: float, most: float, wanted: str) -> Callable[[str], float]:
-    """Return a parser of numbers such as 10Gb/s. `unit`: a regular expression; its group: the scale."""
+    """Return a parser of numbers such as 10Gb/s. `unit` is a regular expression, whose group matches a key
+    of `_SCALES`. The error for any other text is "'<text>' is not <wanted>"."""
 
     def parse(text: str) -> float:
         match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)
         if not match or not least <= (found := float(match[1]) * _SCALES[match[2]]) <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        found /= 8 if "b" in text else 1
+        found /= 8 if "b" in text else 1  # bits to bytes
         return int(found) if found.is_integer() else found
 
     return parse
@@ -81,17 +82,17 @@ a machine has up to {cost.PER_MACHINE} ranks or workers: {machines}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made} requests per version, {plan.uploads} of them in sequence
 each replica polls HEAD, then makes {taken} requests per version; {plan.fetches} in sequence, poll included
-a request takes {time_text(asked.latency)} in addition to its bytes
+a request takes {time_text(asked.latency)}, and the transfer of its bytes takes time in addition
 request counts assume that the Hub announces versions; times assume that a replica polls every {POLL_S:.0f} s
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
     if plan.replica_machines > 1:
-        text += "\none machine of a replica fetches; the others read its folder in no time (never tried)"
+        text += "\none machine of a replica fetches; other machines read its files instantly (never tried)"
     if plan.threads > 1:
         times = f"{threads[0]:.1f} to {threads[1]:.1f} times"
         text += f"\nthreads share the work evenly; two measured threads were {times} as fast as one"
-    if not shares[0] / 1.34 <= asked.share <= shares[-1] * 1.34:
+    if not shares[0] / 1.34 <= asked.share <= shares[-1] * 1.34:  # a third outside still counts as measured
         text += f"\nsizes at {100 * asked.share:.3g} % were not measured for trainer {asked.trainer}"
     return text.split("\n")
 
@@ -102,7 +103,7 @@ def _table(plan: Plan) -> str:
     threads, workers = _count(plan.threads, "thread"), _count(plan.replica_workers, "worker")
     slow = "replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "publisher sets"
     pace = "every step" if asked.steps_per_hour else f"the {slow} the pace"
-    if plan.steps_per_version > 1.005:
+    if plan.steps_per_version > 1.005:  # a smaller ratio would be printed as 1
         pace = f"each version merges {plan.steps_per_version:.3g} steps; its size is not predicted"
     elif plan.published_hour > 1.005 * plan.replica_versions_hour:
         pace = "each replica falls behind and takes several deltas together"

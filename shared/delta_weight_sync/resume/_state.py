@@ -70,8 +70,8 @@ class StateSaver:
         self.failure: Exception | None = None  # why the newest upload failed
 
     def ready(self, *, final: bool) -> bool:
-        """Whether a snapshot may be saved now. Unless `final` is set or `every_s` is 0, it waits `every_s`
-        and ten times the last upload's duration, both counted from the start of that upload."""
+        """Whether a snapshot may be saved now. The last upload must have ended. Its start must also be at
+        least `every_s` seconds and ten times its duration ago, except if `final` is set or `every_s` is 0."""
         return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class StateSaver:
         # The sync in the state's name is the main rank's: TRL counts syncs on that rank only.
         own = (self._outbox.pinned(), sync) if self._peers.main else None
         manifest, sync = self._peers.exchange(own)[0]
-        if manifest is None:
+        if manifest is None:  # the outbox was closed, or failed, before the version was in the bucket
             return
         tensors, note = snapshot
         name = self._reader.keys.state(manifest.version, sync, Writer(manifest.writer_term, manifest.writer))
@@ -133,7 +133,7 @@ def _prune(reader: RunReader, newest: str) -> None:
 class FoundState:
     """A state to restore. At creation, each rank downloads and checks a share of the objects.
 
-    `restore` downloads the other objects that a rank needs. Both raise `ProtocolError` for a damaged object.
+    `restore` downloads the other objects that the rank needs. Both steps raise `ProtocolError` for damage.
     """
 
     def __init__(self, reader: RunReader, record: StateRecord, peers: Peers, folder: Path) -> None:
@@ -143,7 +143,8 @@ class FoundState:
         for rank in range(peers.rank, size, peers.size):
             self._file(rank)
         self._own = peers.rank if peers.rank < size else 0  # the saved rank that gives the random numbers
-        # Read it, then 0 (it saved whole tensors, too), then the ranks that probably saved these blocks.
+        # `_fill` reads the objects in this order. `restore` has read the first two; only rank 0 saved the
+        # unsharded tensors. The next ranks are those that probably saved the blocks that this rank needs.
         middle = (peers.rank + 0.5) * size / peers.size
         others = sorted(range(size), key=lambda rank: abs(rank + 0.5 - middle))
         self._nearest = [self._own, 0, *others]
@@ -187,9 +188,9 @@ class FoundState:
 def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Path) -> FoundState | None:
     """Find the newest state to resume from, and download it to `folder`.
 
-    Tells `outbox` which syncs the earlier trainer published from that state on; if this trainer repeats them
-    exactly, they are not published again. Without a state, returns None, or raises `StateError` if the run
-    has versions after version 0. Every rank must call this function.
+    Sets `outbox.repeated` to the syncs that the earlier trainer published from that state on. If this trainer
+    repeats these syncs exactly, the outbox does not publish them again. Without a state, returns None, or
+    raises `StateError` if the run has versions after version 0. Every rank must call this function.
     """
     with peers.fail_together():
         listed = list(usable_states(reader)) if peers.main else []
@@ -210,7 +211,7 @@ def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Path) ->
                 f"run {reader.keys.run!r} has versions up to {newest.version}, but no state to resume from:"
                 " start again from the base (`--fresh`), or from a checkout of the newest version"
             )
-    if newest := peers.exchange(newest)[0]:
+    if newest := peers.exchange(newest)[0]:  # version 0: the first sync repeats it if the base is the same
         outbox.repeated = RepeatedSyncs({newest.sync: newest.digest})
     return None
 
@@ -238,8 +239,9 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
-    """Return sync -> digest of what an exact repetition from `record` on publishes. `later` is newest first;
-    a version is left out if a resumed trainer published its sync or an earlier sync again later."""
+    """Return sync -> digest of each sync that an exact repetition from `record` on makes again. `later`:
+    the versions after `record`, newest first. A version is left out if a later version has the same sync or
+    an earlier sync, because the later version then shows that a trainer resumed before the left-out one."""
     line: list[Manifest] = []
     for manifest in later:
         if not line or manifest.sync < line[-1].sync:

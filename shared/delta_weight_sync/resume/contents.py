@@ -48,9 +48,9 @@ class Note(Record):
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     held: dict[str, Held]  # by name; the main rank saves at least a block of every tensor
-    setup: dict[str, dict[str, Any]]
+    setup: dict[str, dict[str, Any]]  # see `_setup`
     values: dict[str, Any]  # those values of the optimizer's state that are not tensors
-    others: dict[str, Any]
+    others: dict[str, Any]  # by name: the state of a schedule and the like
     random: dict[str, Any]
 
 
@@ -93,8 +93,8 @@ def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer,
             was, is_now = then.get(key, "absent"), now.get(key, "absent")
             if was != is_now:
                 raise StateError(
-                    f"the {part}'s {key} was {was} when the state was saved and is {is_now}: train with what"
-                    " was saved, or start again"
+                    f"the {part}'s {key} was {was} when the state was saved and is {is_now}: train with the"
+                    " saved value, or start again"
                 )
     for name, tensor in live.items():
         fill(f"weight/{name}", tensor)
@@ -108,8 +108,8 @@ def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer,
             _, number, key = entry.split("/", 2)
             parameter, dtype, scalar = parameters[number], _DTYPES[held.dtype], not held.shape
             if held.shape == parameter.shape and not scalar:
-                moment = torch.empty_like(parameter, dtype=dtype)
-            else:
+                moment = torch.empty_like(parameter, dtype=dtype)  # sharded like the parameter
+            else:  # for example AdamW's step count, a scalar that may be on the host
                 device = "cpu" if held.on_host and scalar else parameter.device
                 moment = torch.empty(held.shape, dtype=dtype, device=device)
             fill(entry, moment)
@@ -124,27 +124,28 @@ def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer,
 def take_random_state() -> dict[str, Any]:
     """Return the states of all random generators (python, numpy, torch on CPU and GPU) as JSON."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {
         "python": _as_json(random.getstate(), "python's random state"),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": [state.tolist() for state in (torch.get_rng_state(), *devices)],
+        "torch": [state.tolist() for state in (torch.get_rng_state(), *gpu)],
     }
 
 
 def put_random_state(saved: Mapping[str, Any], branch: int = 0) -> None:
     """Continue the random numbers from where `take_random_state` was called.
 
-    Each `branch` except 0 gets numbers of its own: its seed is the next random number plus `branch`.
+    A rank that takes another rank's numbers has a `branch` that is not 0. Its seed is the next random number
+    plus `branch`, so that all ranks have different numbers.
     """
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = saved["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    host, *devices = (torch.tensor(state, dtype=torch.uint8) for state in saved["torch"])
+    host, *gpu = (torch.tensor(state, dtype=torch.uint8) for state in saved["torch"])
     torch.set_rng_state(host)
-    for device in devices:
-        torch.cuda.set_rng_state(device)
+    for state in gpu:  # at most one
+        torch.cuda.set_rng_state(state)
     if branch:
         seed = int(torch.randint(1 << 62, ())) + branch
         torch.manual_seed(seed)
@@ -182,11 +183,11 @@ def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dic
 
 def _require_plain(entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
-        like = tensor.shape == parameter.shape and not any(p.is_partial() for p in tensor.placements)
-    else:
-        like = not isinstance(parameter, DTensor) or not tensor.dim()
+        fits = tensor.shape == parameter.shape and not any(p.is_partial() for p in tensor.placements)
+    else:  # only the main rank saves a plain tensor, so all ranks must have the same one
+        fits = not isinstance(parameter, DTensor) or not tensor.dim()
     known = type(tensor) in (torch.Tensor, torch.nn.Parameter, DTensor) and str(tensor.dtype) in _DTYPES
-    if not (known and like):
+    if not (known and fits):
         raise StateError(
             f"{entry} is a {type(tensor).__name__} of {tensor.dtype}, which a state cannot hold; use an"
             " optimizer that keeps plain tensors, sharded like the parameters, or train without states"

@@ -1,8 +1,8 @@
 """Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
-They also make the rollout process end with the trainer, and name the cause if that process fails. `install`
-skips a patch if this release lacks the code to patch (`compat.toml`). Without the patches, TRL needs a GPU
-that FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
+They also end the rollout process with the trainer. If that process fails, the trainer's error names the
+cause. `install` skips a patch if this release lacks the code to patch (`compat.toml`). Without the patches,
+TRL needs a GPU that FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _START: Any = getattr(_WORKER, "start", None)
 _CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
 _PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None)
 _SERVER_S = 240.0  # limit on the wait for vLLM; the same as in TRL
-_replace = setattr
+_replace = setattr  # tests put `monkeypatch.setattr` here, which undoes the patches
 _ROUNDING = 0.1  # in `_require_same_mask`: 16-bit rounding changes results by 0.01, another mask by 1
 
 
@@ -64,8 +64,8 @@ def install(*needed: str) -> None:
 
 
 def play_rollouts(*arguments: Any) -> None:
-    """Run TRL's child process, but end it with its parent, ignore Ctrl-C, and report any error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Replace the main function of TRL's rollout process: end with the parent, and report any error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, the trainer ends this process (`stop`)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     try:
         _CHILD_MAIN(*arguments)
@@ -116,7 +116,7 @@ def check_health(worker: Any, stale_after_s: float) -> None:
     try:
         _CHECK_HEALTH(worker, stale_after_s)
     except RuntimeError as error:
-        cause = str(error.__cause__ or error).splitlines()[0]
+        cause = str(error.__cause__ or error).splitlines()[0]  # the child's traceback follows
         raise RolloutError(f"the process that collects rollouts failed: {cause}") from error
 
 
@@ -179,7 +179,7 @@ def _require_same_mask(device: torch.device) -> None:
         ours = _one_by_one(q, k, k, *starts, 2, 4, scale=None, before=before)
         if not torch.allclose(theirs, ours, rtol=0.0, atol=_ROUNDING):
             raise RuntimeError(
-                f"torch {torch.__version__} masks packed attention differently: pip install torch==2.13.0"
+                f"torch {torch.__version__} masks attention unlike FlashAttention: pip install torch==2.13.0"
             )
 
 

@@ -41,8 +41,9 @@ class Progress:
 
 
 class TrainedGroups(set[int]):
-    """The numbers of the prompts that were trained on. TRL calls `update` when it packs a batch, which is
-    before training on the batch. So the batch waits here until `trained` counts its prompts."""
+    """The numbers of the prompts that were trained on. TRL calls `update` when it packs a batch, before it
+    trains on the batch. So `update` only queues the batch's prompts, until `trained` is called after a step.
+    """
 
     def __init__(self, groups: Iterable[int]) -> None:
         super().__init__(groups)
@@ -50,7 +51,7 @@ class TrainedGroups(set[int]):
         self._first, self._newest = 0, max(self, default=-1)
 
     def update(self, *batches: Iterable[int]) -> None:
-        """TRL calls this for each batch that it packs."""
+        """Queue the prompts of each batch until `trained` counts them."""
         self._ahead.extend(set(batch) for batch in batches)
 
     def position(self) -> tuple[int, tuple[int, ...]]:
@@ -72,8 +73,9 @@ class TrainedGroups(set[int]):
 class BucketGRPOTrainer(AsyncGRPOTrainer):
     """Calls `on_sync` on every rank at each sync, with all parameters as that rank holds them.
 
-    TRL skips frozen parameters, gathers each sharded one, and calls `weight_transfer` only on the main rank.
-    If a later TRL hands each rank's parameters to `WeightTransferProtocol`, this class need only resume.
+    TRL itself skips frozen parameters, gathers sharded parameters, and calls `weight_transfer` only on the
+    main rank. So this class overrides `_streaming_iter`. Remove this override once TRL hands each rank's
+    parameters to `WeightTransferProtocol`. The class would then only resume.
 
     Args:
         on_sync: Called with named parameters and the sync's number; the number is right only on rank 0.
@@ -91,15 +93,17 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         self._trained_groups = self.groups = TrainedGroups(groups)
         self._last_groups_trained = len(self.groups)
         if resumed_from:
-            self.model_version = resumed_from.syncs - 1  # TRL's first sync publishes the same weights again
+            self.model_version = resumed_from.syncs - 1  # TRL begins with a sync, which repeats the last one
 
     def begin(self) -> None:
-        """Train. To resume, give TRL a checkpoint with the progress only; the run's state has all else."""
+        """Train until the end, after `resumed_from` if that is set."""
         if self._resumed_from is None:
             self.train()
             return
+        # TRL resumes from a checkpoint only. This one has the progress; the bucket's state has all else.
         with tempfile.TemporaryDirectory() as folder:
             TrainerState(**self._resumed_from.trainer).save_to_json(f"{folder}/{TRAINER_STATE_NAME}")
+            # TRL would add `prompt_index` to the number of trained prompts, but `groups` counts them all.
             rollouts = {"prompt_index": 0, "model_version": self.model_version}
             Path(folder, "rollout_state.json").write_text(json.dumps(rollouts))
             self.train(resume_from_checkpoint=folder)

@@ -21,20 +21,21 @@ def commits_between_steps() -> bool:
     release = compat.examine("vllm")
     if release.works("in_step") and not compat.is_set(PAUSE):
         return True
-    if fatal := release.problems("paused")[0]:
+    fatal, _ = release.problems("paused")
+    if fatal:
         raise CompatibilityError(fatal[0])
     return False
 
 
 def takes_images(model_config: Any) -> bool:
-    """Whether a model takes images or other media. vLLM 0.29 and 0.30 say only whether its class does."""
+    """Whether a model takes images or other media. vLLM 0.29 and 0.30 say this only of the model's class."""
     return bool(getattr(model_config, "supports_multimodal_inputs", model_config.is_multimodal_model))
 
 
 def die_with_parent(parent: int) -> None:
     """Let Linux kill this process when the thread that started it (in process `parent`) ends.
 
-    SIGTERM would not be enough: a server may be waiting for an engine that has already ended.
+    The signal is SIGKILL: a vLLM server that waits for an engine which has already ended survives SIGTERM.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call

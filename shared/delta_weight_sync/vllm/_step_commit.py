@@ -4,15 +4,16 @@ vLLM handles `collective_rpc` between two steps, so a call with op "commit" need
 succeed, two more things happen between the same two steps. (vLLM itself does them only in a pause.)
 
 - Cached prefixes are forgotten. Running requests keep their keys and values (as in PipelineRL), but from then
-  on, each of them hashes its blocks with its own secret salt. So new requests find no keys and values of
-  older weights, neither cached before the commit nor added later by a running request.
+  on, each running request hashes its blocks with its own secret salt. So new requests find no keys and values
+  of older weights, neither cached before the commit nor added later by a running request.
 - The label of new tokens changes. With async scheduling, a step may be under way on the device. Its results
   were computed with the old weights and keep the old label.
 
 A call is slow, because it waits for the API server's event loop twice and for the current step once. If the
-worker is in this process, the client needs fewer calls: op "stage" returns a `Future`, so vLLM answers when
-staging is done, and its steps go on. If "stage" gets `then` (a commit's arguments), it also commits, after
-the current step, and its answer has the fields of both answers.
+worker is in the engine's process, one call is enough to stage and commit. In this case, op "stage" returns a
+`Future`: vLLM's steps go on, and vLLM answers the call when staging is done. With the argument `then` (the
+arguments of a commit), "stage" also commits, after the step that runs when staging ends. The answer then has
+the fields of the answers to "staged" and "commit".
 
 The module patches vLLM's `EngineCore`; `compat.toml` lists the code that the patch relies on. Before the
 first commit, `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results
@@ -39,7 +40,7 @@ from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError
 from delta_weight_sync.vllm import METHOD, takes_images
 
-_RUN = "delta_weight_sync"  # a type of request that only this process makes; the request is a function
+_RUN = "delta_weight_sync"  # our type of request, made only in this process; its content is a function
 # Our attribute of the engine core: versions of the steps that were running at the last commit, oldest first.
 _STALE = "_versions_of_running_steps"
 _PLAIN, _PLAIN_HANDLE = EngineCore.collective_rpc, EngineCoreProc._handle_client_request
@@ -114,10 +115,13 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
     if any("error" in answer for answer in answers):
         return answers
     forget_prefixes(core.scheduler.kv_cache_manager, core.scheduler.requests.values())
+    # `batch_queue` holds the steps under way. The first of them began before an earlier commit, which put
+    # their labels into `stale`. The others began later, so they have the current label.
     stale: deque[str] = vars(core).setdefault(_STALE, deque())
     stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
     core._weight_version = label
-    answers[0]["pause_s"] = time.perf_counter() - started - min(answer["waited_s"] for answer in answers)
+    waited_s = min(answer["waited_s"] for answer in answers)  # the minimum leaves out no part of the pause
+    answers[0]["pause_s"] = time.perf_counter() - started - waited_s
     return answers
 
 
@@ -142,7 +146,8 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
         if request.num_computed_tokens:
             # A hash covers the tokens of all blocks up to its own, but not the weights. Without a salt, a new
             # request that begins with the same tokens would find this request's blocks. vLLM caches no block
-            # twice, so salting starts at the last cached block, whose hash goes into the next.
+            # twice, so cached blocks need no salt. But the last of them gets one, because vLLM computes the
+            # next block's hash from its hash. Of a hash, 16 bytes are kept, so a new salt replaces an older.
             salt, known = os.urandom(16), request.block_hashes
             request.cache_salt = salt.hex()  # for the first block, if it has no hash yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)
@@ -200,6 +205,7 @@ def _unforgotten(core: EngineCore) -> str:
     for request in (old, new):
         manager.free(request)
     forget_prefixes(manager, [])
+    # At the end, a new request may reuse the blocks of `new`, but not the block that `old` filled after that.
     if 0 < cached <= 2 * size and forgotten == 0 and 0 < reached <= 2 * size:
         return ""
     found = f"{cached}, {forgotten}, {reached} tokens reused"

@@ -7,12 +7,12 @@
     x-policy-sync: 40
 
 Version 41 made tokens 0 to 30 of the completion, version 42 made tokens 31 to 63. If there are several
-choices, ";" separates their spans, in order. The second header names the trainer's sync of each span instead;
-weights that were never published have no sync. The last three headers describe the oldest version that made a
-token. vLLM has these spans since 0.32. Since 0.33, it returns them to clients of `/v1/` that set
-`return_weight_versions`. Here all clients get the spans (unless the answer is streamed): a patch reads them
-from the outputs of `AsyncLLM.generate`. Before 0.32, there are no spans, so the last three headers name
-the version that was served when the request came.
+choices, ";" separates their spans, in order. `x-policy-syncs` names the trainer's sync of each span, instead
+of the version. This header leaves out spans of weights that were never published, because they have no sync.
+The last three headers describe the oldest version that made a token. vLLM has these spans since 0.32. Since
+0.33, it returns them to clients of `/v1/` that set `return_weight_versions`. Here all clients get the spans
+(unless the answer is streamed): a patch reads them from the outputs of `AsyncLLM.generate`. Before 0.32,
+there are no spans, so the last three headers name the version that was served when the request came.
 
 A request can demand recent weights. With `x-policy-min-sync: 38`, a server with weights of an earlier sync
 answers 503, so that clients and routers try another server, or the same server later.
@@ -35,7 +35,7 @@ from delta_weight_sync.vllm.engine import TokenVersion
 Choices = list[CompletionOutput]
 MIN_SYNC = "x-policy-min-sync"
 _PATHS = ("/v1/", "/inference/")
-_LONGEST = 1 << 12  # bytes; longer headers are left out, because common clients refuse more than 8190
+_LONGEST = 1 << 12  # bytes; longer headers are left out, because common clients refuse more than 8190 bytes
 _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices of each prompt of a request
 
 

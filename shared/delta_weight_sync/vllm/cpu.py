@@ -1,8 +1,8 @@
 """Patches vLLM's CPU backend, so that it computes from live weights; `compat.toml` lists the patched code.
 
-1. After loading, the backend packs Linears, mostly into an opaque oneDNN handle, and drops the weight (LM
-   heads only stop using it). So later writes have no effect. `install` makes Linears compute from the live
-   weight, in float32 if that is faster, as on CPUs without AVX-512.
+1. After loading, the backend packs Linears, mostly into an opaque oneDNN handle, and drops the weight. (An LM
+   head keeps its weight, but no longer uses it.) So later writes have no effect. `install` makes Linears
+   compute from the live weight, in float32 if that is faster, as on CPUs without AVX-512.
 2. The backend also packs the experts of a mixture of experts (MoE). `install` leaves experts as loaded, and
    computes the chosen ones one after the other, which is exact, but slower than vLLM's packed kernel.
 3. The backend packs the weights of short convolutions (for example in gated delta nets) in place. `install`
@@ -87,7 +87,7 @@ _stock_dispatch: Any = None
 
 
 def _keep_weight_live(layer: Any, remove_weight: bool) -> None:
-    if layer.weight.is_meta:
+    if layer.weight.is_meta:  # a layer that this process does not have; vLLM's function packs nothing
         _stock_dispatch(layer, remove_weight)
     elif layer.weight.ndim == 2:  # the kernels of convolutions take the weight as it is
         layer.cpu_linear = _LiveLinear(layer.weight)

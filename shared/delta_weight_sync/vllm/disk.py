@@ -1,7 +1,8 @@
-"""A replica's folders, where versions are built as checkpoints for vLLM and its workers.
+"""A replica's folders, where the follower builds versions as checkpoints for vLLM and its workers.
 
-The anchor stays on disk, so a version with the same anchor needs only deltas and jumps. A version is a copy
-of its anchor with deltas and jumps applied. All workers map the same files, and the commit checks the digest.
+To build a version, the follower copies the version's anchor and applies deltas and jumps to the copy. The
+anchor stays on disk, so the next version with this anchor needs only deltas and jumps. All workers map the
+same files. The digest is not checked here, because the commit checks it.
 """
 
 import fcntl
@@ -25,7 +26,7 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
 
     vLLM executes or serves the folder's files (chat templates, weights). So `SettingsError` is raised if the
     folder belongs to another user (anyone can create one in /tmp), if every user may write to it, or if
-    another process has locked it. With `keep`, this process keeps the lock until it ends.
+    another process has locked it. With `keep`, this process holds the lock until it ends, however it ends.
     """
     path, problem = Path(folder), ""
     try:
@@ -34,7 +35,7 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
             problem = "belongs to another user"
         elif path.stat().st_mode & stat.S_IWOTH:
             problem = "may be written to by every user"
-        else:  # with `keep`, the lock is held until the process ends, however it ends
+        else:
             lock = os.open(path / ".lock", os.O_CREAT | os.O_WRONLY, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not keep:
@@ -93,9 +94,9 @@ class Layout:
         return f"{share * wanted / _STEPS / 1e6:.{digits}f} of {wanted / 1e6:.{digits}f} MB"
 
     def _anchor(self, anchor: AnchorRef) -> Path:
-        """The anchor's folder, named by its first weights file's sha256. Fetches what is missing or damaged.
+        """Return the anchor's folder, whose name is the sha256 of the first weights file.
 
-        If that fails, complete files stay for the next try.
+        Fetches files that are missing or damaged. If a fetch fails, complete files stay for the next try.
         """
         if not anchor.weights:
             raise ProtocolError(f"the anchor of version {anchor.version} has no weights")

@@ -19,7 +19,7 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm import METHOD, commits_between_steps, takes_images
 from delta_weight_sync.vllm.disk import Shapes
 
-_POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; a poll waits for the current step
+_POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; each poll waits for vLLM's step
 _TIMEOUT_S = 600.0  # for one answer; staging has no limit; `learn`, the slowest other call, takes seconds
 _CHECK_S = 1.0  # how often a call checks that vLLM still lives
 
@@ -49,7 +49,8 @@ class TokenVersion(NamedTuple):
 Times = tuple[float, float, float, float]
 """Seconds of staging, of the pause, and of writing within the pause; the moment when the version became live.
 
-This moment is in unix seconds, by the clock of the host of the last worker (vLLM may have several hosts).
+This moment is when the last worker was done, in unix seconds by the clock of this worker's host. (vLLM may
+have several hosts.)
 """
 
 
@@ -129,10 +130,11 @@ class Engine:
         self._wait(self._client.update_weight_version(label))
 
     def _take(self, digest: str, label: str, **what: Any) -> Times:
-        """Stage and commit. If vLLM is not paused, a worker in the engine's process commits within "stage".
+        """Stage and commit.
 
-        Other workers are separate processes, which answer one call at a time. So they are polled, because a
-        call that waited for the end of staging would block them.
+        If a worker is in the engine's process and vLLM need not be paused, the call "stage" also commits.
+        Other workers are separate processes, which handle one call at a time. A call that waited for the end
+        of staging would hold up vLLM's steps, so this method polls such workers instead.
         """
         between = commits_between_steps()
         then: dict[str, Any] = {"op": "commit", "digest": digest, "label": label}

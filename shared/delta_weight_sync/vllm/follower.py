@@ -22,6 +22,7 @@ from delta_weight_sync.vllm.engine import Engine, TokenVersion
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
 _LINE_S = 60.0  # between two log lines about served versions
+# Kinds of errors by which vLLM refuses a version: a retry would probably fail, too.
 _REFUSALS = (errors.RouteError.kind, errors.CommitError.kind, errors.CodecError.kind)
 _log = logging.getLogger("delta_weight_sync")
 
@@ -66,14 +67,15 @@ class Follower:
         self.commands = Commands(reader)
         self._reader, self._engine, self._folder, self._poll_s = reader, engine, folder, poll_s
         self._layout, self._watcher = Layout(reader, folder), Watcher(reader, poll_s)
-        self._name, self._state, self._logged = name, "starting", ""
+        self._name, self._state, self._logged = name, "starting", ""  # `_logged`: the last logged problem
         self._error: str | None = None
         self._next_line = 0.0  # when a served version is logged again
         self._signed_by: str | None = None  # the key that signed the served version
         self._commits = deque[CommitEvent](maxlen=256)
+        # Delays after a failure to hold a version, after a start of vLLM, and after a failed join.
         self._holding, self._starting, self._joining = Backoff(), Backoff(), Backoff()
-        self._refusal: errors.EngineError | None = None  # why the last join failed while nothing was served
-        self._served_last: Manifest | None = None
+        self._refusal: errors.EngineError | None = None  # error of a join while nothing was served
+        self._served_last: Manifest | None = None  # like `serving`, but kept while nothing is served
         self._learned: Shapes = {}  # shapes of the tensors whose places vLLM knows
         self._healing = False
         self._stopped = threading.Event()
@@ -150,7 +152,8 @@ class Follower:
         return self._hold(held) if held else self._follow_newest()
 
     def _hold(self, manifest: Manifest) -> bool:
-        self._watcher.refresh()
+        """Serve the version at which the owner holds this replica. False if it is too early to retry."""
+        self._watcher.refresh()  # so that the newest version is used as soon as the owner resumes
         if manifest == self.serving and not (self._error or self._healing):
             return True
         if not self._holding.allows(manifest.seal):
@@ -183,8 +186,9 @@ class Follower:
     def _reach(self, manifest: Manifest, held: bool = False) -> None:
         """Serve a version. `held`: whether the owner pinned this version, or paused at it.
 
-        Raises `DeltaWeightSyncError` or `OSError` if that fails. Then the replica serves what it served
-        before (or an older version); nothing if its weights had changed or vLLM was being restarted.
+        Raises `DeltaWeightSyncError` or `OSError` if that fails. The replica then still serves the version
+        that it served before. If it served none, it may serve an older version than `manifest`. If other code
+        had changed its weights, or if vLLM was being restarted, it serves none.
         """
         if self.serving is None and not held:
             self._reader.try_older(manifest, self._join)  # an older version is better than none
@@ -202,7 +206,7 @@ class Follower:
         anchor, deltas = self._reader.recipe(manifest, serving.version)
         unchanged = not any(delta.changed for delta in deltas)
         if anchor or not deltas or (unchanged and manifest.digest != serving.digest):
-            self._join(manifest)  # no deltas lead from the served version to this one
+            self._join(manifest)  # no deltas lead to this version, or they do not explain its digest
             return
         if unchanged:
             self._engine.relabel(str(TokenVersion.of(manifest)))
@@ -211,7 +215,7 @@ class Follower:
         try:
             self._apply(manifest, deltas)
         except errors.EngineError as error:
-            # A worker that failed has its old weights, but they may not be the published ones.
+            # A worker that failed keeps its weights. If other code had changed them, they are no version.
             if error.kind == errors.WeightsChangedError.kind:
                 self.serving = None
             failed = f"version {manifest.version} could not be staged or committed"
@@ -232,8 +236,12 @@ class Follower:
     # By a join: fetch a checkpoint, stage what differs, commit.
 
     def _join(self, manifest: Manifest) -> None:
-        """Join a version. While nothing is served, the pause after a failed join applies to all versions with
-        the same anchor: perhaps vLLM cannot take the model at all, and each try copies a checkpoint."""
+        """Join a version.
+
+        If a join fails while no version is served, perhaps vLLM cannot take the model at all, and each try
+        copies a checkpoint. So then the next join of any version with the same anchor is delayed, and until
+        then this method raises the same error again. A new pin ends the delay.
+        """
         started, first = time.perf_counter(), self.serving is None
         wanted = manifest.anchor, self.commands.pinned
         if first and self._refusal and not self._joining.allows(wanted):
@@ -249,7 +257,7 @@ class Follower:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
-            self._healing &= error.kind not in _REFUSALS  # if refused, go back to deltas
+            self._healing &= error.kind not in _REFUSALS  # after a refusal, continue with deltas
             raise
         self._joining.reset()
         for ref in manifest.anchor.weights:

@@ -248,7 +248,10 @@ class DeviceMemory:
         return int(read(self._cells.sum()))  # waits for the kernels
 
     def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
-        """Copy arrays to the device; or, if they and `also` exceed half its free bytes, to pinned memory."""
+        """Copy arrays to the device, or to pinned memory if they take more than half of its free bytes.
+
+        `also`: bytes that the caller allocates in the same place afterwards; they count, too.
+        """
         fits = 2 * (sum(array.nbytes for array in arrays) + also) <= free_bytes(self._device)
         copies = []
         for array in arrays:

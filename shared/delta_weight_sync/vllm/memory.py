@@ -62,13 +62,13 @@ class Table:
         rows: list[list[int]] = []
         self.number = {name: number for number, name in enumerate(owned)}
         starts = []
-        for name, numbers in owned.items():
+        for name, counted in owned.items():
             starts.append(len(rows))
             key = int(seed(name).astype(np.int64))
-            for number, piece in enumerate(routes[name].pieces):
+            for index, piece in enumerate(routes[name].pieces):
                 start = piece.memory.data_ptr()
                 for source, target in _parts(piece.source, piece.target):  # mostly one part
-                    fixed = [start + 2 * target.offset, key, number in numbers, source.offset]
+                    fixed = [start + 2 * target.offset, key, index in counted, source.offset]
                     pad = [1] * (DIMS - len(source.sizes))
                     shapes = source.sizes, source.strides, target.strides
                     rows.append(fixed + [each for shape in shapes for each in (*pad, *shape)])
@@ -104,7 +104,7 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 
 @kernel
 def _bounds(rows: Rows, found: Index, index: Index) -> None:
-    """Narrow each row's range of `index`, kept in `found` (see `_find`), to what the row can hold."""
+    """Narrow each row's range of `index` (kept in `found`, see `_find`) to positions that the row spans."""
     for p in range(found.shape[1]):
         row, low, high = rows[found[0, p]], found[1, p], found[2, p]
         near, end = index[low:high], row[FIRST] + 1
@@ -181,6 +181,7 @@ def find(decoded: Iterable[Decoded], tables: Sequence[Table]) -> list[Changes]:
     def find_in(table: Table, part: Decoded, number: Index) -> Changes:
         first, ends = table.starts[number], part.changes.cumsum()
         count = table.starts[number + 1] - first
+        # The rows of all tensors of `part`; for each row, the range of its tensor's changes in `part.index`.
         rows = np.repeat(first - count.cumsum() + count, count) + np.arange(count.sum())
         found = np.stack([rows, np.repeat(ends - part.changes, count), np.repeat(ends, count)])
         _bounds(table.rows, found, part.index)
@@ -223,6 +224,7 @@ class HostMemory:
         self._writes = 0  # odd while a commit or an undo writes
         ends = table.parts[:, 2].cumsum()
         shares = np.linspace(0, ends[-1] if ends.size else 0, SLICES + 1)
+        # The rows at which slices begin, and the end. Slices have about equally many elements.
         self._cuts, self._turn = np.append(np.searchsorted(ends, shares[:-1]), ends.size), 0
 
     def digest(self) -> int:

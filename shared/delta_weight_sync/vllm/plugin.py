@@ -29,8 +29,8 @@ def register() -> None:
         if "DELTA_WEIGHT_SYNC_RUN" in os.environ and parent is None:
             _log.warning("this vLLM follows no run: DELTA_WEIGHT_SYNC_RUN also needs VLLM_PLUGINS=%s", NAME)
         return
-    # By default, Python switches threads every 5 ms. vLLM's processes have several busy threads, so each
-    # short call of the follower, of a stage or of generation could wait that long.
+    # By default, a Python thread runs for 5 ms while others wait. vLLM's processes have several busy threads,
+    # so the follower, a stage or generation could wait that long before each short call.
     sys.setswitchinterval(0.0005)
     if parent is None and "DELTA_WEIGHT_SYNC_RUN" in os.environ:
         from delta_weight_sync.vllm.server import check, settings_from

@@ -2,15 +2,15 @@
 
 vLLM fuses, splits, transposes and renames tensors. For example, `q_proj`, `k_proj` and `v_proj` become rows
 of one `qkv_proj`, and each rank (tensor-parallel worker) holds some rows. Only the loader, the model's
-`load_weights`, knows how. So it runs on probes, which are tensors without memory ("meta" tensors). A
-dispatch mode sees every operation of the loader's thread, and records copies from probes into the model. If
-the loader computes with a probe instead of copying it, the probe's tensor has no route.
+`load_weights`, knows how. So `record` runs the loader on probes, which are tensors without memory ("meta"
+tensors). A dispatch mode sees every operation of the loader's thread, and records copies from probes into the
+model. If the loader computes with a probe instead of copying it, the probe's tensor has no route.
 
 After loading, vLLM may derive other tensors from the weights, for example for a kernel. Deltas would not
 update such tensors, so the model is refused. A tensor that has the same bits as before loading is not
-derived. So `install` wraps vLLM's loaders to record which tensors exist before loading and which parameters
-change after it. Without this record, a tensor counts as derived unless loading fills it or `_NO_WEIGHTS`
-names it.
+derived. So `install` wraps two functions of vLLM's loaders. One wrapper records which tensors exist before
+loading; the other records whether vLLM changes parameters after loading. Without this record, a tensor counts
+as derived unless loading fills it or `_NO_WEIGHTS` names it.
 """
 
 import math
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
             storage_of(probe): ((name,), "") for name, probe in self._probes.items()
         }
         self._live = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._placed: dict[int, list[tuple[str, Geometry]]] = {}
+        self._placed: dict[int, list[tuple[str, Geometry]]] = {}  # storage -> copies into it: (name, where)
         self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no id is used twice
 
     def load(self, names: Iterable[str]) -> str:
@@ -210,7 +210,10 @@ class Recorder(TorchDispatchMode):
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
-        """Remove routes under a fill or a repeated copy. Another tensor's copy (`by`) is a `RouteError`."""
+        """Remove routes to places that are written again, by a copy of probe `by` or by a fill ("").
+
+        Raises `RouteError` if a copy overwrites another probe's copy.
+        """
         for tensor in written:
             numel, part = tensor.untyped_storage().nbytes() // tensor.element_size(), part_of(tensor)
             for name, earlier in self._placed.get(storage_of(tensor), ()):
@@ -389,12 +392,11 @@ def _pieces(destination: torch.Tensor, source: torch.Tensor) -> list[Piece]:
 
 # 3. Find tensors that vLLM derives from the weights.
 
-Bits = tuple[torch.Size, int]
+Fingerprint = tuple[torch.Size, int]
 """Shape and hash of a tensor."""
 
-
-# What a model held before loading: path -> (tensor, its bits). The tensor is kept, so its id is not reused.
-_before: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[torch.Tensor, Bits]]] = WeakKeyDictionary()
+# What a model held before loading, by path. The tensors are kept, so that their ids are not used again.
+_before: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[torch.Tensor, Fingerprint]]] = WeakKeyDictionary()
 # The name of a parameter that vLLM changed after loading, or "".
 _changed: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
@@ -413,7 +415,7 @@ def watch_build(build: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any
     model = build(*args, **kwargs)
     parameters = {storage_of(parameter) for parameter in model.parameters()}
     held = {path: tensor for path, tensor in floating(model) if storage_of(tensor) not in parameters}
-    _before[model] = {path: (tensor, bits_of(tensor)) for path, tensor in held.items()}
+    _before[model] = {path: (tensor, fingerprint(tensor)) for path, tensor in held.items()}
     return model
 
 
@@ -443,7 +445,7 @@ def stale(model: torch.nn.Module, filled: set[int]) -> str:
         if storage in known or not _NO_WEIGHTS.keys().isdisjoint(path.split(".")):
             continue
         then, bits = before.get(path, (None, None))
-        if then is None or storage_of(then) != storage or bits_of(tensor) != bits:
+        if then is None or storage_of(then) != storage or fingerprint(tensor) != bits:
             return (
                 f"{path}: vLLM keeps it outside of the parameters and may have computed it from them, so "
                 "deltas would not update it; try another --attention-backend, or serve another model"
@@ -478,12 +480,12 @@ def _inside(holder: Any) -> Iterable[tuple[Any, Any]]:
     return list((holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})).items())
 
 
-def _parameters(model: torch.nn.Module) -> dict[str, Bits]:
+def _parameters(model: torch.nn.Module) -> dict[str, Fingerprint]:
     named = model.named_parameters(remove_duplicate=False)
-    return {name: bits_of(parameter) for name, parameter in named if parameter.is_floating_point()}
+    return {name: fingerprint(parameter) for name, parameter in named if parameter.is_floating_point()}
 
 
-def bits_of(tensor: torch.Tensor) -> Bits:
+def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     """The shape and a hash of a tensor. On one device, tensors with equal bits have equal hashes."""
     flat = tensor.detach().reshape(-1).contiguous()
     wide = flat.view(torch.int16) if flat.element_size() > 1 else flat.view(torch.uint8).to(torch.int16)

@@ -157,8 +157,8 @@ def _router(key: str) -> APIRouter:
         """Return version, digest and state, and the commits of versions after `after`."""
         return follower.report(after)
 
-    # However many pokes come, after the first few they cause one poll per interval. But all replicas of a Hub
-    # account share one request quota, so pokes need the key if there is one.
+    # Many pokes in a row cost little: after the first few, they cause only one poll per interval. But all
+    # replicas of a Hub account share one request quota. So pokes need the key if the server has one.
     @router.post("/poke", dependencies=owner.dependencies if key else [])
     async def poke(follower: _Running) -> None:
         """Look for a new version now."""

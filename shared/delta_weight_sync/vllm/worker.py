@@ -5,7 +5,7 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="warm")                               -> {"done"}    begins to compile, in a thread
     delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins to stage, in a thread
-    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, for any live weights
+    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, from any live weights
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "live_at"}
 
@@ -17,7 +17,8 @@ moment at which all workers had written, as this host's unix time.
 
 A commit reads back what it wrote in place. To notice other code that writes to the live parameters, a worker
 hashes these parameters again: on a GPU all at each stage, on a CPU slice by slice within `RECHECK_S`. If a
-hash differs, this stage (on a CPU the next) is refused, and the follower repairs the weights by a join.
+hash differs, the worker refuses this stage (on a GPU) or the next stage (on a CPU). The follower then repairs
+the weights by a join.
 
 A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
 patch such a tensor in place. So if a commit changes one such tensor, it loads all such tensors by vLLM's own
@@ -107,6 +108,7 @@ class Ranks:
         if self._group is None:
             return part.cpu()
         together = part.cpu().clone()
+        # gloo cannot add int16. Bytes give the same sum, because all workers but one add zero.
         dist.all_reduce(together.view(torch.uint8), group=self._group)
         return together
 
@@ -165,10 +167,10 @@ class Fallback:
         with torch.no_grad():
             self._model.load_weights((name, bits.view(torch.bfloat16)) for name, bits in tensors)  # type: ignore[operator]
 
-    def _fingerprints(self) -> dict[str, routes.Bits]:
-        """A hash of each floating-point tensor of the model."""
+    def _fingerprints(self) -> dict[str, routes.Fingerprint]:
+        """The fingerprint of each floating-point tensor of the model."""
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
-        return {name: routes.bits_of(tensor) for name, tensor in tensors if tensor.is_floating_point()}
+        return {name: routes.fingerprint(tensor) for name, tensor in tensors if tensor.is_floating_point()}
 
 
 class Staged(NamedTuple):
@@ -221,8 +223,10 @@ class LiveWeights:
         ranks, kept = self._ranks, self._fallback.bits
         with ranks.fail_together():
             deltas = [codec.Delta(path) for path in paths]
-            # Located changes are five times as large as the file. So workers exchange them only within a
-            # host, and decode few changes alone. If decoding needs old bits, each decodes everything.
+            # The workers of a host can divide the decoding, and then swap the changes that they found. Found
+            # changes take five times the bytes of the file. So workers of different hosts do not swap, and
+            # few changes are not worth a swap. Every worker must decode everything if decoding needs old bits
+            # (all workers must call `self.bits` for the same tensors), and if several versions are merged.
             whole = len({d.version for d in deltas}) > 1 or any(d.reads_old for d in deltas)
             divided = not whole and sum(delta.changes for delta in deltas) >= _MANY
             tables = self._tables if divided else [self._table]  # of the workers that decode together
@@ -254,8 +258,7 @@ class LiveWeights:
             for (row, first, count), end in zip(batch.tolist(), batch[:, 2].cumsum(), strict=True):
                 theirs = memory.part_of(self._table.rows[row], wanted[names[row]])[first : first + count]
                 index, ulps = codec.diff_flat(live[end - count : end], theirs, first)
-                counts = np.array([row]), np.array([index.size])
-                yield Changes(*counts, index.astype(np.int32), ulps)
+                yield Changes(np.array([row]), np.array([index.size]), index.astype(np.int32), ulps)
 
     def _staged(self, found: Iterable[Changes], reloaded: list[Patch], live: int) -> Staged:
         with self._ranks.fail_together():
@@ -336,7 +339,7 @@ class DeltaWorker:
             learned = routes.learn(self._model, shapes)
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
         for name, reason in unroutable.items():
-            _log.warning("a commit that changes %s reloads all such tensors, which is slow: %s", name, reason)
+            _log.warning("%s cannot be patched in place (%s): commits that change it are slow", name, reason)
         kept: dict[str, Bits] = {}
         with self._ranks.fail_together():
             if unroutable:  # read what vLLM loaded: a folder, or a model in the Hub's local cache
@@ -402,6 +405,7 @@ def _unsupported(config: Any) -> str:
     """Which of vLLM's settings rules out commits, and the fix; "" if none does."""
     parallel, without = config.parallel_config, "; start vLLM without it"
     reasons = {
+        # In the engines of other models, vLLM sets `data_parallel_size` to 1.
         "a mixture of experts with --data-parallel-size cannot take commits, because its engines compute each"
         " step together; start one replica for each engine instead": parallel.data_parallel_size != 1,
         "--enable-eplb moves experts away from where deltas go" + without: parallel.enable_eplb,
