@@ -128,7 +128,7 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
         assert counted(hub, publish) == cost.PUBLISHING
         assert counted(hub, take) == {kind: POLL[kind] + cost.TAKING[kind] for kind in POLL}
         assert counted(hub, watcher.poll) == POLL
-        watcher._notifications.unprompted = True
+        watcher._notifications.for_safety = True
         assert counted(hub, watcher.poll) == {"all": 2, "api": 1, "files": 1}, "a safety poll"
 
 
