@@ -18,7 +18,7 @@ import pytest
 
 from bench import results
 from delta_weight_sync import codec, cost, store
-from delta_weight_sync.cost import Plan, Question, Recipe
+from delta_weight_sync.cost import Plan, Question, RunFiles
 from delta_weight_sync.errors import ObjectMissingError, ProtocolError
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader
@@ -314,7 +314,7 @@ def test_a_trainer_that_is_faster_than_the_publisher_merges_steps():
 
 
 def test_anchors_come_when_half_a_model_is_behind_the_last_or_so_many_files():
-    sparse, dense = (Recipe(10**9, share, "fast", "fp32") for share in (0.001, 0.3))
+    sparse, dense = (RunFiles(10**9, share, "fast", "fp32") for share in (0.001, 0.3))
     for recipe in (sparse, dense):
         due = recipe.anchor_every()
         (before, _, files), (then, _, then_files) = (recipe.after_anchor(v) for v in (due - 1, due))
