@@ -34,12 +34,13 @@ LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active
 MAX_VISITORS = 1024  # max connections without the key; `max_sessions` if that is higher
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
 PAGE = Path(__file__).with_name("page")
-# The page may load nothing from other sites, and no text of a policy may run as a script.
+# The page may load nothing from other sites. The page also shows what a trained policy writes; this header
+# prevents that the browser runs such a text as a script.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
-_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_HISTOGRAM_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SPARE_FILES = 64  # open files that are not connections of clients: log, event loop, watched replicas
 
-# All other paths need the key, so a new route is closed until you add it here.
+# Paths that need no key. All other paths need the key, so a new route is closed until you add it here.
 OPEN = re.compile(
     r"/|/(health|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json)|/(page|play)(/.*)?"
 )
@@ -77,7 +78,8 @@ class Guess(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # Any constraint makes pydantic refuse lone surrogates, which no response can hold.
+    # A minimum of 0 allows every word. But with any constraint, pydantic refuses lone surrogates, which no
+    # response can hold.
     word: Annotated[str, Field(min_length=0)]
     turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _INTEGER]
 
@@ -113,7 +115,7 @@ class Metrics:
         self.active = prometheus.Gauge("wordle_active_sessions", "API games in play", registry=registry)
         self.capacity = prometheus.Gauge("wordle_max_sessions", "Max API games in play", registry=registry)
         self.seconds = prometheus.Histogram(
-            "wordle_move_seconds", "Seconds to play a move", ["via"], buckets=_BUCKETS_S, registry=registry
+            "wordle_move_seconds", "Seconds to play a move", ["via"], buckets=_HISTOGRAM_S, registry=registry
         )
 
     def count_game(self, session: Session) -> None:
@@ -133,8 +135,8 @@ def create_app(settings: Settings) -> FastAPI:
         _log.info("game ended", extra={"fields": session.summary()})
 
     sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended)
-    # Visitors' games have their own stores, so they take no room from trainers' games. No log has them,
-    # so a client without the key cannot fill the log.
+    # Visitors' games have their own stores, so they take no room from trainers' games. The log leaves
+    # out visitors' games, so a client without the key cannot fill the log.
     ttl_s, count = settings.session_ttl_s, metrics.count_game
     visitors = Sessions(MAX_PLAYED, ttl_s, count, per_client=MAX_PLAYED_EACH)
     watched = Sessions(MAX_WATCHED, ttl_s, count, per_client=MAX_WATCHED_EACH)
@@ -257,21 +259,22 @@ def _answer_problems(app: FastAPI) -> None:
         sentence = error.detail
         if error.status_code == HTTPStatus.BAD_REQUEST:
             sentence = "The body could not be parsed: send a small JSON object."
-        elif sentence == HTTPStatus(error.status_code).phrase:
+        elif sentence == HTTPStatus(error.status_code).phrase:  # from the router: no such path or method
             sentence = f"{sentence}: the API has no such path or method; GET /docs lists all."
         return problem(error.status_code, sentence, error.headers)
 
 
 def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
-    """uvicorn's options. They leave room for `games` games with two connections each."""
+    """uvicorn's options. They leave room for two connections of each of `games` games of trainers."""
     visitors = max(MAX_VISITORS, games)
     wanted = visitors + 2 * games
     connections = open_files(wanted + _SPARE_FILES) - _SPARE_FILES
-    visitors = visitors * connections // wanted
+    visitors = visitors * connections // wanted  # if the system allows fewer connections, the same share
     return {
         "http": limited_http(LIMITS, visitors, key),
         "limit_concurrency": connections,
-        # Shorter than the visitors' limit, so that clients in the backlog cannot evict accepted ones.
+        # Shorter than the visitors' limit. Otherwise the connections of a full backlog, once accepted, could
+        # take the places of all earlier visitors.
         "backlog": visitors // 2,
         "forwarded_allow_ips": PROXIES,
         "headers": [("Content-Security-Policy", FRAMING), ("Referrer-Policy", "no-referrer"), *SAFE_HEADERS],

@@ -85,8 +85,8 @@ MOVE = TypeAdapter(Move)
 def feedback(guess: str, secret: str) -> str:
     """Mark each letter of `guess`: '+' in place, '?' elsewhere, '-' absent.
 
-    A letter gets '+' or '?' at most as often as it occurs in the secret: first every '+', then '?' from the
-    left.
+    A letter that occurs n times in the secret gets at most n marks '+' or '?'. The marks '+' come first. What
+    is left of the n goes to the letter's other places as '?', from left to right.
     """
     unmatched = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
     marks = []
@@ -131,8 +131,8 @@ def secret_for(seed: int, words: Sequence[str]) -> str:
 def ignored_hint(word: str, clues: Iterable[tuple[str, str]]) -> str:
     """Return a sentence that names a hint which `word` ignores in hard mode; empty if `word` uses all hints.
 
-    `clues` are the valid guesses so far with their marks. Greens must stay in place, and each letter must
-    occur at least as often as a guess has shown it to be in the secret.
+    `clues` are the valid guesses so far with their marks. Greens must stay in place. If a guess has shown
+    that a letter occurs n times in the secret, `word` must contain this letter at least n times.
     """
     for guess, marks in clues:
         for place, (letter, mark) in enumerate(zip(guess, marks, strict=True)):

@@ -23,7 +23,7 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Session, Sessions
 
 Answer = dict[str, Any]
-MOST_IDLE = 64  # max connections without a game; `max_sessions` if that is higher
+MAX_IDLE = 64  # max connections without a game; `max_sessions` if that is higher
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _EXAMPLES = {4: "lane", 5: "crane", 6: "planet", 7: "strange"}
 _LETTERS = str.maketrans("+?-", "GYX")
@@ -225,7 +225,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogra
                 idle.pop(socket, None)
                 if table.idle:
                     idle[socket] = None
-                if len(idle) > max(MOST_IDLE, sessions.capacity):
+                if len(idle) > max(MAX_IDLE, sessions.capacity):
                     oldest = next(iter(idle))
                     del idle[oldest]
                     busy = "Too many connections wait without a game: connect again and send a reset."

@@ -15,7 +15,7 @@ _SOON = {"Retry-After": "1"}  # a game takes seconds, and its end makes room
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What selected the secret of a game, and over which protocol the game is played."""
+    """What selected the secret of a game, and the route of its moves: `http`, `page`, `ws` or `watch`."""
 
     seed: int
     split: str = "train"
@@ -64,7 +64,8 @@ class Sessions:
     """Holds at most `capacity` games in play. Nothing here awaits, so one event loop needs no locks.
 
     A game expires `ttl_s` seconds after its start or its last move; other requests do not keep it alive.
-    An ended game that did not expire answers retries for `ttl_s` seconds, or until `capacity` more games end.
+    An ended game stays for `ttl_s` seconds, or until `capacity` more games end. Until then, the game answers
+    retries. (If the game expired, retries of its moves are refused.)
     """
 
     capacity: int
@@ -146,7 +147,7 @@ class Sessions:
         horizon = self.clock() - self.ttl_s
         for store in (self._ended, self._playing):
             for session in list(takewhile(lambda session: session.used_at <= horizon, store.values())):
-                if not self._ended.pop(session.id, None):
+                if not self._ended.pop(session.id, None):  # the game is still in play
                     session.expired = True
                     self._end(session)
 

@@ -20,7 +20,7 @@ class Settings(SpaceSettings):
     replica_url: str | None = Field(None, pattern="^https?://[^/]")  # the replica whose policy can be watched
     replica_prompt: str = Field("Play Wordle.", min_length=1)  # the prompt from the policy's training
     replica_key: HeaderText = Field("", repr=False)  # the key of the replica
-    key: HeaderText = Field("", repr=False)  # the API's key; empty: the API is open (a Space needs `open`)
+    key: HeaderText = Field("", repr=False)  # the API's key; empty: no key (on the Hub, only with `open`)
     open: bool = False  # the API is open, even if there is a key
     host: str = Field("0.0.0.0", min_length=1)  # address to listen on
     port: int = Field(8000, ge=1, le=65535)

@@ -19,7 +19,7 @@ from env_space.settings import Settings
 from space_guard.limits import client_address
 from space_guard.requests import KEY_HEADER, refusals
 
-# Limits of watched games at a time, in total and per address, because these games use the replica.
+# Watched games at the same time: in total, and per address. They are limited because they use the replica.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
 TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -79,13 +79,13 @@ class Replica:
             "tools": [_TOOL],
             "tool_choice": "none",  # leaves the call in the text, so vLLM needs no tool parser
             "temperature": 1.0,
-            "include_stop_str_in_output": True,  # the end of a call may be a stop string
+            "include_stop_str_in_output": True,  # if the end of a call is a stop string, keep it in the text
             "chat_template_kwargs": {"enable_thinking": False},
         }
 
 
 def replica_headers(url: str, key: str) -> dict[str, str]:
-    """The replica's `key` and, if `url` begins as the URLs of this owner's Spaces do, the Hub token."""
+    """Headers with the replica's `key` and, if `url` is a Space of this Space's owner, with the Hub token."""
     owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # hyphens, as in host names
     space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
     same_owner = owner and re.fullmatch(space, url, re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Command line of `bench.fleet`: the tables of docs/fleet.md."""
+"""Simulates fleets, and prints a table of docs/fleet.md: the first, or with `--changed` the second."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from delta_weight_sync.util import size_text, time_text
 ACCOUNTS = {"free": Limits(5_000, 1_000), "PRO": Limits(12_000, 2_500), "Team": Limits(20_000, 3_000)}
 LATENCIES = 0.02, 0.1, 0.2
 NEAR, FAR, FARTHEST = (Region(latency, 1e9, 200e9) for latency in LATENCIES)
+# The first numbers of a `Scenario` are weights, share that changes, replicas, seconds per step, and minutes.
 BIG = Scenario(235 * 10**9, 0.01, 128, 120, 30, ranks=48, cores=32, regions=(NEAR, FAR))
 HUGE = Scenario(10**12, 0.01, 1000, 60, 10, ranks=64, cores=32, regions=(NEAR, FAR, FARTHEST))
 FAST = tuple(Region(latency, 16e9, 200e9) for latency in LATENCIES)
@@ -31,7 +32,7 @@ STANDARD = {  # name and account -> what is simulated
         HUGE, replicas=32, given_workers=16, minutes=60, link=16e9, regions=FAST
     ),
 }
-CHANGED = {  # the third scenario with one thing changed, and the fourth with few replicas
+CHANGED = {  # "235B", then with one thing changed in each row; "10^12" with few replicas, then with few ranks
     "235B, 128 replicas": BIG,
     "no events": replace(BIG, events=False),
     "one event in five is lost": replace(BIG, lost=0.2),
@@ -46,14 +47,15 @@ CHANGED = {  # the third scenario with one thing changed, and the fourth with fe
 
 
 class Figures:
-    """What a run shows."""
+    """The figures of a finished simulation."""
 
     def __init__(self, fleet: Fleet) -> None:
         asked, hub = fleet.asked, fleet.hub
         self.fleet, self.asked, self.hours = fleet, asked, asked.minutes / 60
         self.versions = len(fleet.versions)
+        # Syncs in a version: more than 1 if the publisher had to merge syncs.
         self.merged = (fleet.versions[-1].sync - fleet.versions[0].sync + 1) / self.versions
-        self.lag, self.p95, self.last = spread(fleet.lags)
+        self.lag, self.p95, self.longest = spread(fleet.lags)
         self.egress, self.stored = hub.received["replica"] / self.hours, fleet.stored / self.hours
         self.uplink = fleet.sent / 3600 / self.hours / (asked.link * asked.machines)
         windows = 60 * asked.minutes / WINDOW_S
@@ -66,7 +68,7 @@ class Figures:
         self.peak = {q: max(hub.windows[window, q] for window in range(first, last)) for q in Limits._fields}
 
     def breaks(self, limits: Limits) -> list[tuple[float, str]]:
-        """Each limit, and the number of replicas at which it is reached; 0: with any number."""
+        """Pairs: the number of replicas that reaches a limit (0: any number does), and the limit's name."""
         asked, found = self.asked, list[tuple[float, str]]()
         delta = sum(part.size for part in self.fleet.versions[-1].delta)
         if self.merged > 1.05:
@@ -124,7 +126,7 @@ def standard(name: str, account: str, one: Figures) -> dict[str, str]:
         "versions per hour": f"{one.versions / one.hours:,.0f}",
         "lag, median": time_text(one.lag),
         "lag, 95 %": time_text(one.p95),
-        "lag, longest": time_text(one.last),
+        "lag, longest": time_text(one.longest),
         "lag by `plan`": time_text(plan.hand_over_to_serving_s),
         "egress per hour": size_text(one.egress),
         "egress by `plan`": size_text(plan.egress_hour),
@@ -147,7 +149,7 @@ def standard(name: str, account: str, one: Figures) -> dict[str, str]:
 def changed(name: str, one: Figures) -> list[str]:
     """A row of the second table."""
     joins = f"{len(one.fleet.joins)}, {time_text(median(one.fleet.joins))}" if one.fleet.joins else ""
-    lags = map(time_text, (one.lag, one.p95, one.last))
+    lags = map(time_text, (one.lag, one.p95, one.longest))
     peaks = (f"{one.peak[quota]:,}" for quota in Limits._fields)
     return [name, f"{one.merged:.2f}", *lags, *peaks, f"{one.fleet.hub.refused:,}", joins]
 
@@ -156,9 +158,9 @@ def main() -> None:
     """Run the scenarios, and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.fleet", description=__doc__)
     parser.add_argument(
-        "--changed", action="store_true", help="print the second table: with one thing changed"
+        "--changed", action="store_true", help="print the second table: fleets with one thing changed"
     )
-    logging.getLogger("delta_weight_sync").setLevel(logging.ERROR)  # replicas tell of outages
+    logging.getLogger("delta_weight_sync").setLevel(logging.ERROR)  # replicas log warnings during outages
     if parser.parse_args().changed:
         rows = [changed(name, Figures(Fleet(asked).run())) for name, asked in CHANGED.items()]
         head = ["scenario", "steps in a version", "lag, median", "95 %", "longest", "most requests for files"]

@@ -1,7 +1,7 @@
 """Simulated time: threads are tasks that take turns, and time passes only while all of them wait.
 
 `Clock.threading` and `Clock.time` take the place of the modules with these names in a module of the library,
-so its code runs as it is. A task runs until it waits for something here; nothing else interrupts it.
+so its code runs as it is. A task runs until it calls a function of this module that waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from greenlet import GreenletExit, getcurrent, greenlet  # which Playwright brings
+from greenlet import GreenletExit, getcurrent, greenlet  # installed as a requirement of Playwright
 
 Work = Callable[[], object]
 
@@ -29,7 +29,7 @@ class _Alarm:
 
 
 class Task(greenlet):
-    """A simulated thread. `owner` is the machine on which it runs."""
+    """A simulated thread. `owner` is the machine on which it runs; `alarm` starts or resumes the task."""
 
     owner: object = None
     alarm: _Alarm | None = None
@@ -70,7 +70,7 @@ class Clock:
         self._due.clear()
 
     def call(self, seconds: float, work: Work) -> _Alarm:
-        """Call `work`, which must not wait, in `seconds`."""
+        """Call `work`, which must not wait, after `seconds`."""
         alarm = _Alarm(work)
         if seconds < math.inf:
             heapq.heappush(self._due, (self.now + seconds, next(self._order), alarm))
@@ -103,7 +103,7 @@ class Clock:
         self.park([], seconds)
 
     def park(self, waiting: list[_Alarm], seconds: float = math.inf) -> None:
-        """Wait until `wake(waiting)`, at most for `seconds`."""
+        """Let the current task wait until a call of `wake(waiting)`, at most for `seconds`."""
         task = getcurrent()
         assert isinstance(task, Task), "only a task can wait"
         task.alarm = alarm = self.call(seconds, task.switch)
@@ -113,7 +113,7 @@ class Clock:
             waiting.remove(alarm)
 
     def wake(self, waiting: list[_Alarm]) -> None:
-        """Wake all who wait."""
+        """Resume all tasks that wait in this list."""
         for alarm in waiting:
             if work := alarm.work:
                 alarm.work = None
@@ -121,7 +121,7 @@ class Clock:
         waiting.clear()
 
     def _rearm(self, work: Work) -> None:
-        task = work.__self__  # type: ignore[attr-defined]
+        task = work.__self__  # type: ignore[attr-defined] # `work` is the method `switch` of a task
         task.alarm = self.call(0.0, work)
 
 
@@ -147,7 +147,7 @@ class Condition:
         """As in `threading.Condition`."""
         end = math.inf if timeout is None else self._clock.now + timeout
         while not (result := done()) and (left := end - self._clock.now) > 0:
-            depth, self._depth = self._depth, 0
+            depth, self._depth = self._depth, 0  # 0: an `Event` waits without being held
             self._clock.wake(self._entering)
             try:
                 self._clock.park(self._waiting, left)
@@ -203,7 +203,7 @@ class Lock(Condition):
 
 
 class Thread(Event):
-    """As `threading.Thread`; set once it has ended."""
+    """As `threading.Thread`. As an `Event`, the thread is set once its work has ended."""
 
     def __init__(self, clock: Clock, *, target: Work, name: str = "", daemon: bool = True) -> None:
         super().__init__(clock)
@@ -235,7 +235,7 @@ class Future(Event):
     error: Exception | None = None
 
     def run(self, work: Work) -> None:
-        """Do it."""
+        """Do the work, and keep its result or its error."""
         try:
             self.value = work()
         except Exception as error:  # noqa: BLE001 - raised again where the result is wanted
@@ -243,7 +243,7 @@ class Future(Event):
         self.set()
 
     def cancel(self) -> bool:
-        """As in `concurrent.futures.Future`, once the work has begun."""
+        """Unlike `concurrent.futures.Future`, cancel nothing, even if the work has not begun."""
         return False
 
     def result(self) -> Any:
@@ -264,7 +264,7 @@ class Executor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """As in `ThreadPoolExecutor`, once all work is done."""
+        """Unlike `ThreadPoolExecutor`, do not wait for work that is left."""
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future:
         """As in `ThreadPoolExecutor`."""
@@ -283,16 +283,18 @@ class Executor:
 
 
 class Pipe:
-    """A line that its transfers share evenly, `rate` bytes per second in all, and each at most `each`."""
+    """A line whose transfers share `rate` bytes per second evenly. A transfer gets at most `each` of them."""
 
     def __init__(self, clock: Clock, rate: float, each: float = math.inf) -> None:
         self._clock, self._rate, self._each = clock, rate, each
-        self._flows: list[tuple[float, int, list[_Alarm]]] = []  # where each ends, in bytes of one transfer
+        # `_done` is the number of bytes that an endless transfer would have got so far. A transfer ends when
+        # `_done` has grown by its size. The first number in `_flows` is the value of `_done` at this end.
+        self._flows: list[tuple[float, int, list[_Alarm]]] = []
         self._done, self._at, self._order = 0.0, 0.0, itertools.count()
         self._timer: _Alarm | None = None
 
     def send(self, size: float) -> None:
-        """Wait until this many bytes are through."""
+        """Wait until this many bytes are transferred."""
         self._move()
         waiting = list[_Alarm]()
         flow = (self._done + size, next(self._order), waiting)
@@ -323,8 +325,8 @@ class Pipe:
 
     def _arrive(self) -> None:
         self._move()
-        first = self._flows[0][0]  # what the timer was set for, whatever rounding says
-        self._done = max(self._done, first)
+        # The timer was set for the end of the first transfer, but a rounding error may keep `_done` below it.
+        self._done = max(self._done, self._flows[0][0])
         while self._flows and self._flows[0][0] <= self._done:
             self._clock.wake(heapq.heappop(self._flows)[2])
         self._plan()

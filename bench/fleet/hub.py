@@ -20,7 +20,7 @@ from delta_weight_sync.store.hub import HubNotifications, Quota
 
 WINDOW_S = 300.0
 BLOCK = 64 << 20  # bytes of the largest block that hf_xet uploads
-_TOKEN_S = 3600.0  # a right to upload lasts so long
+_TOKEN_S = 3600.0  # a token to upload is valid for this long
 _PAGE = 1000  # entries in one answer of a listing
 _PAUSES = (1, 2, 4, 8, 8)  # seconds between the client's attempts (huggingface_hub's `http_backoff`)
 
@@ -58,8 +58,8 @@ class Link:
 
     latency: float  # seconds that a request takes in addition to its bytes
     pipe: Pipe
-    core: Pipe | None = None  # a core (a second each second) that the client shares with other clients
-    core_s: float = 0.0  # seconds of this core that a request takes
+    core: Pipe | None = None  # a CPU core that clients share: a pipe that "transfers" one second each second
+    core_s: float = 0.0  # seconds of this core that each request takes
 
 
 class Hub:
@@ -74,12 +74,12 @@ class Hub:
         self.windows = Counter[tuple[int, str]]()  # (window, quota) -> requests, also refused ones
         self.received = Counter[str]()  # role -> bytes that came from the store
         self.refused, self.down = 0, False
-        self.syncs = dict[str, float]()  # in each delta, by the last part of its key
+        self.syncs = dict[str, float]()  # last part of a delta's key -> how many syncs the delta holds
         self.heads: list[tuple[str, str]] = []  # every change of a HEAD: path and etag
         self.feeds: dict[Feed, int] = {}  # how many of these changes each feed has got
 
     def answer(self, quota: str) -> tuple[float, float, bool]:
-        """Count a request; how many are left, for how long, and whether this one is answered."""
+        """Count a request. Return how many are left for how many seconds, and whether this one is allowed."""
         window, into = divmod(self.clock.now, WINDOW_S)
         self.windows[int(window), quota] += 1
         left = getattr(self.limits, quota, math.inf) - self.windows[int(window), quota]
@@ -87,7 +87,7 @@ class Hub:
         return left, WINDOW_S - into, left >= 0
 
     def keep(self, key: str, data: bytes) -> None:
-        """Register an object, and report a changed HEAD."""
+        """Store an object. If it is a HEAD, send an event to each feed; some events are lost."""
         size, etag = len(data), f"{self.clock.now:.9f}.{key}"
         if isinstance(data, Sized):
             self.syncs[key.rsplit("/", 1)[-1]] = data.syncs
@@ -99,7 +99,7 @@ class Hub:
                     self.clock.call(self._rng.uniform(0, self._event_s), feed.arrived.set)
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Set all counts to 0."""
         for counter in (self.kinds, self.windows, self.received):
             counter.clear()
         self.refused = 0
@@ -155,11 +155,11 @@ class SimBucket(store.Bucket):
     def __init__(self, hub: Hub, link: Link, role: str, events: bool = True) -> None:
         self.hub, self.link, self.role, self.events = hub, link, role, events
         self.quota = Quota(hub.clock.seconds)
-        self._right_until = 0.0
+        self._token_until = 0.0
         self._fetched = set[str]()
 
     def request(self, name: str, quota: str, size: float = 0.0, tries: int = len(_PAUSES) + 1) -> None:
-        """Make a request as huggingface_hub does; `size` bytes go one way."""
+        """Make a request that transfers `size` bytes, with the retries of huggingface_hub."""
         for attempt in range(tries):
             if attempt:
                 self.hub.clock.sleep(_PAUSES[attempt - 1])
@@ -181,7 +181,7 @@ class SimBucket(store.Bucket):
         raise errors.BucketUnreachableError("the Hub gave no answer after several tries")
 
     def upload(self, key: str, data: bytes) -> str:
-        """One upload. Keeps the content until `put_all`."""
+        """As in `HubBucket`, with one upload. The hub keeps the content until `put_all` names its key."""
         self._upload([(key, data)])
         self.hub.uploaded[key] = data
         return key
@@ -189,7 +189,7 @@ class SimBucket(store.Bucket):
     def put_all(
         self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
     ) -> None:
-        """One upload, one request."""
+        """As in `HubBucket`, with one upload and one request."""
         self._upload(objects)
         self.request("POST /api/buckets/.../batch", "api")
         for key in receipts or ():
@@ -199,26 +199,26 @@ class SimBucket(store.Bucket):
 
     def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         size = sum(store.size_of(data) for _, data in objects)
-        blocks, more = max(1, math.ceil(size / BLOCK)), self.hub.kinds
+        blocks, kinds = max(1, math.ceil(size / BLOCK)), self.hub.kinds
         self.sent += size
-        if self.hub.clock.now >= self._right_until:
+        if self.hub.clock.now >= self._token_until:
             self.request("GET /api/buckets/.../xet-write-token", "api")
-            self._right_until = self.hub.clock.now + _TOKEN_S
+            self._token_until = self.hub.clock.now + _TOKEN_S
         names = ["POST /cas/v1/xorb-grants", "PUT /cas/granted", "POST /cas/v1/xorb-commits"]
         if isinstance(objects[0][1], Path):
             names.insert(0, "GET /cas/v1/chunks")
-        for name in names:  # blocks travel in parallel
+        for name in names:  # blocks travel in parallel, so only the first block's request takes time
             self.request(name, "storage", size if name.startswith("PUT") else 0.0)
-            more[self.role, name] += blocks - 1
+            kinds[self.role, name] += blocks - 1
         self.request("POST /cas/v2/shards", "storage")
 
     def get(self, key: str) -> bytes:
-        """By its URL."""
+        """Read an object by its URL."""
         (data,) = self._read(key, store.SMALL)
         return data
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """By its URL or, if it may be large, through Xet. Writes nothing."""
+        """Read an object by its URL or, if it may be large, through Xet. Writes no file."""
         if limit <= store.DIRECT:
             (data,) = self._read(key, limit)
             return hashlib.sha256(data).hexdigest()
@@ -228,7 +228,7 @@ class SimBucket(store.Bucket):
         return hashlib.sha256(self._found(key)[0]).hexdigest()
 
     def fetch_together(self, wanted: Sequence[tuple[str, Path, int]]) -> None:
-        """As in `HubBucket`, but writes nothing: `fetch` knows what was fetched here."""
+        """As in `HubBucket`, but writes no file. The next `fetch` of a large object then makes no request."""
         large = [key for key, _, limit in wanted if limit > store.DIRECT]
         if len(large) > 1:
             self._download(large)
@@ -242,13 +242,13 @@ class SimBucket(store.Bucket):
         self.request("GET /api/buckets/.../xet-read-token", "api")
         self.request("GET /cas/v2/reconstructions", "storage")
         self.request("GET /cas/data", "storage", sum(sizes))
-        more = self.hub.kinds
-        more[self.role, "GET /cas/v2/reconstructions"] += len(keys) - 1
-        more[self.role, "GET /cas/data"] += sum(math.ceil(size / BLOCK) for size in sizes) - 1
+        kinds = self.hub.kinds
+        kinds[self.role, "GET /cas/v2/reconstructions"] += len(keys) - 1
+        kinds[self.role, "GET /cas/data"] += sum(math.ceil(size / BLOCK) for size in sizes) - 1
         self.hub.received[self.role] += sum(sizes)
 
     def notifications(self, prefix: str) -> Any:
-        """From the feed, if there is one."""
+        """As in `HubBucket`. If `events` is False, the hub refuses the feed's connection."""
         return Feed(self, prefix)
 
     def _found(self, key: str) -> tuple[bytes, int]:
@@ -266,7 +266,7 @@ class SimBucket(store.Bucket):
         return [data]
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        self.sent -= store.size_of(data)  # `put` has counted it
+        self.sent -= store.size_of(data)  # `put` has counted these bytes, and `put_all` counts them again
         self.put_all([(key, data)])
 
     def _stat(self, key: str) -> store.ObjectInfo:
@@ -290,6 +290,6 @@ class SimBucket(store.Bucket):
 
 
 def stand_in(path: Path) -> Sized:
-    """What the bucket keeps of a file."""
+    """A small content that the bucket keeps instead of a file's content."""
     size = path.stat().st_size
     return Sized.of(f"{path.name} {size}".encode(), size)

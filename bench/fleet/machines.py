@@ -49,32 +49,32 @@ class Scenario:
     share: float
     replicas: int
     step_s: float
-    minutes: float  # that are measured, once the first replicas serve
+    minutes: float  # that are measured, from the time when 95 % of the replicas serve
     link: float = 1e9  # of each machine of the trainer
     latency: float = 0.1  # from the trainer to the store
     regions: tuple[Region, ...] = (Region(0.1, 1e9),)
     ranks: int = 1  # of the trainer, `cost.PER_MACHINE` on each machine; each has one tensor
-    given_workers: int = 0  # of a replica; 0: as many as its memory needs
+    given_workers: int = 0  # of a replica; 0: as many as the model's memory needs
     cores: int = 2  # of a rank, and of each worker of a replica
-    core_s: float = 0.0  # of one core that all replicas share, for each of their requests
+    core_s: float = 0.0  # seconds that each request of a replica takes of one core, which all replicas share
     limits: Limits = UNLIMITED  # that the Hub enforces
     events: bool = True
     event_s: float = 0.5
-    lost: float = 0.0  # share of the events
-    deaths_hour: float = 0.0  # replicas that die, each replaced by one with an empty disk
-    outage: tuple[float, float] | None = None  # start, counted as `minutes`, and length
+    lost: float = 0.0  # share of the events that never arrive
+    deaths_hour: float = 0.0  # replicas that die per hour; a replica with an empty disk replaces each
+    outage: tuple[float, float] | None = None  # its start in measured minutes, and its length in seconds
     assets: Path | None = None  # the folder with the small files of the checkpoint
     keep: str = ""  # what `prune` leaves; "" for everything
     seed: int = 0
 
     @property
     def workers(self) -> int:
-        """Of a replica."""
+        """Workers of a replica."""
         return self.given_workers or math.ceil(cost.REPLICA_BYTES * self.params / cost.GPU_BYTES)
 
     @property
     def machines(self) -> int:
-        """Of the trainer."""
+        """Machines of the trainer."""
         return math.ceil(self.ranks / cost.PER_MACHINE)
 
     @property
@@ -84,11 +84,11 @@ class Scenario:
 
     @property
     def threads(self) -> int:
-        """That encode or decode."""
+        """Threads of a rank or worker that encode or decode."""
         return util.threads(self.cores)
 
     def changes(self, syncs: float) -> float:
-        """Weights that differ after this number of syncs, from the measured merges."""
+        """Weights that differ after this number of syncs, interpolated between measured merges."""
         spans, factors = np.log(list(cost.MERGED)), np.log(list(cost.MERGED.values()))
         slope = (factors[-1] - factors[-2]) / (spans[-1] - spans[-2])  # beyond the longest measured merge
         far = max(math.log(max(syncs, 1e-9)) - spans[-1], 0.0)
@@ -254,7 +254,7 @@ class Seat:
 
     def swap(self, *_: object) -> list[Any]:
         """As in `Peers`: each rank has found the changes of its own tensor."""
-        return self.exchange([])[0]
+        return self.exchange([])[0]  # an empty list, once all ranks are here
 
     def scatter(self, *_: object) -> list[Any]:
         """As in `Peers`, without tensors."""
@@ -320,7 +320,7 @@ class CountedEngine:
         return self._took(sum(map(self._fleet.asked.changes, syncs)) / self._fleet.asked.ranks, decoded=True)
 
     def take_checkpoint(self, *_: object) -> Times:
-        """As in `Engine`: it began with the base model."""
+        """As in `Engine`. The engine has the base model, so all changes since the first version are new."""
         return self._took(self._fleet.asked.changes(len(self._fleet.handed) - 1), decoded=False)
 
     def _took(self, changes: float, *, decoded: bool) -> Times:
@@ -363,7 +363,8 @@ class Fleet:
         self.hub = Hub(self.clock, self.rng, asked.limits, asked.event_s, asked.lost)
         self.replicas = dict[int, Replica]()
         self.handed = list[float]()  # when each sync was handed over
-        self.lags, self.joins = list[float](), list[float]()  # of a sync at a replica; until it first served
+        self.lags = list[float]()  # one for each sync and replica
+        self.joins = list[float]()  # seconds from the start of a replica until it first served
         self.versions = list[Manifest]()
         self.began, self.sent, self.stored = math.inf, 0, 0
         self._serving, self._served = Condition(self.clock), 0
@@ -372,7 +373,7 @@ class Fleet:
         self._peers, self._background = (Group(self.clock, asked.ranks) for _ in range(2))
 
     def run(self) -> Fleet:
-        """Run it."""
+        """Run the scenario."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             for module, names in self.simulated().items():
                 stack.enter_context(mock.patch.multiple(module, **names))
@@ -384,7 +385,7 @@ class Fleet:
         return self
 
     def served(self, replica: Replica, manifest: Manifest) -> None:
-        """A replica serves a version."""
+        """Note that a replica serves a version."""
         now, first = self.clock.now, replica.sync < 0
         if first:
             self._served += 1
@@ -398,7 +399,7 @@ class Fleet:
         replica.sync = manifest.sync
 
     def simulated(self) -> dict[Any, dict[str, Any]]:
-        """What is replaced in each module: time and threads, and whatever computes with weights."""
+        """What is replaced in each module: time, threads, and all code that computes with weights."""
         clock, asked = self.clock, self.asked
         codec, both = Codec(asked, clock), {"threading": clock.threading, "time": clock.time}
         files = {name: getattr(codec, name) for name in ("map_folder", "apply_delta", "require_digest")}
@@ -430,14 +431,15 @@ class Fleet:
         links = (Link(asked.latency, pipes[number // cost.PER_MACHINE]) for number in range(asked.ranks))
         ranks = [Rank(number, SimBucket(self.hub, link, "trainer")) for number, link in enumerate(links)]
         self._buckets = [rank.bucket for rank in ranks]
-        written = writer.RunWriter(ranks[0].bucket, "fleet", model="none", assets=asked.assets)
+        main_writer = writer.RunWriter(ranks[0].bucket, "fleet", model="none", assets=asked.assets)
         for rank in ranks:
-            clock.spawn(functools.partial(self._rank, rank, written), rank)
+            clock.spawn(functools.partial(self._rank, rank, main_writer), rank)
 
-    def _rank(self, rank: Rank, main: writer.RunWriter) -> None:
-        asked, clock, own, log = self.asked, self.clock, main, None
+    def _rank(self, rank: Rank, main_writer: writer.RunWriter) -> None:
+        asked, clock, own, log = self.asked, self.clock, main_writer, None  # only rank 0 gets a log
         if rank.number:
-            own = writer.PartWriter(reader.RunReader(rank.bucket, "fleet"), main.writer, main.newest)
+            read = reader.RunReader(rank.bucket, "fleet")
+            own = writer.PartWriter(read, main_writer.writer, main_writer.newest)
         else:
             log = runlog.RunLogWriter(rank.bucket, "fleet")
         own.part = f".r{rank.number}" if asked.ranks > 1 else ""
@@ -451,7 +453,7 @@ class Fleet:
             for number in range(asked.replicas):
                 clock.call(self.rng.uniform(0, 60), functools.partial(self._start, number))
             self._serving.wait_for(lambda: self._served >= 0.95 * asked.replicas)
-            self._begin(main)
+            self._begin(main_writer)
         self._begun.wait()
         for sync in itertools.count(1):
             clock.sleep(max(self.began + sync * asked.step_s - clock.now, 0.0))
@@ -459,13 +461,13 @@ class Fleet:
                 self.handed.append(clock.now)
             publisher.publish(weights, sync)
 
-    def _begin(self, written: writer.RunWriter) -> None:
+    def _begin(self, main_writer: writer.RunWriter) -> None:
         """Start to measure."""
         self.began, ends_s = self.clock.now, 60 * self.asked.minutes
         self._begun.set()
         self.hub.begin()
         self.sent, self.stored = -sum(bucket.sent for bucket in self._buckets), -self.hub.stored()
-        written.on_version = self.versions.append
+        main_writer.on_version = self.versions.append
 
         def stop() -> None:
             self.sent += sum(bucket.sent for bucket in self._buckets)

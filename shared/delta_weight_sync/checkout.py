@@ -2,11 +2,11 @@
 
     DIR/current -> 00000041      replaced in one step, after the new folder is complete and verified
     DIR/00000041/                config.json, the tokenizer, model.safetensors, and the version's manifest
-    DIR/00000040/                the version before, for readers that still use it; removed by the next update
+    DIR/00000040/                the previous version, which the next update removes; readers may still use it
     DIR/.building/               the version that is being built
 
-A reader never sees a half-written version. An update usually copies the version before on the disk, and
-writes the changes into the copy. So an update usually downloads only deltas.
+A reader never sees a half-written version. An update usually downloads only deltas: it copies the folder of
+the previous version, and writes the changes into the copy.
 """
 
 import asyncio
@@ -119,16 +119,18 @@ def follow(
         public_key: As for `open_run`.
         version: Yield this version only, then end.
         once: Yield the newest version only, then end.
-        on_error: Called with each error after which `follow` tries again, and with an error that names
-            damaged records; not with the same message twice in a row. By default, errors are logged.
+        on_error: Called with each error after which `follow` tries again. If `follow` had to skip damaged
+            records to find the newest version, also called with an error that names these records. Not called
+            with the same message twice in a row. By default, errors are logged.
 
     Returns:
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
 
     Raises:
-        ConfigError: `public_key` is set although `run` is open. Only the iteration raises other errors:
+        ConfigError: `public_key` is set although `run` is an open run. The iteration, not this call, raises
+            the following errors.
         FolderError: Another process follows into this folder, or the folder holds other files.
-        DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
+        DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error, too.
     """
     if isinstance(run, RunReader) and public_key is not None:
         raise errors.ConfigError("public_key applies only to a URL: pass the key to open_run instead")
@@ -142,7 +144,7 @@ def follow(
         ):
             if version is not None or once:
                 manifest = watcher.poll() if version is None else reader.manifest(version)
-                assert manifest is not None, "nothing was used before"
+                assert manifest is not None, "a new watcher has not used any version"
                 yield FollowedVersion(manifest, folder.update(manifest))
                 return
             error: Exception | None = None
@@ -161,7 +163,7 @@ def follow(
                         error = watcher.problem()
                 except (errors.DeltaWeightSyncError, OSError) as caught:
                     error = caught
-                yield from built  # each newer version, perhaps one of them twice
+                yield from built  # at most one version; the same one again if only HEAD was rewritten
                 built.clear()
                 if error and str(error) != last_complaint:
                     complain(error)
@@ -176,7 +178,7 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
     """Write a version to `into` and verify its digest.
 
     If the deltas from `held` take fewer bytes than the anchor, copy `held` and write the changes into the
-    copy. Otherwise start from the anchor; keep the anchor's files that a failed try completed.
+    copy. Otherwise start from the anchor, and keep the anchor's files that an earlier, failed try completed.
     """
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
@@ -184,10 +186,14 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
 
 
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
-    """Build from the held version. Return False if the anchor is needed: the anchor takes fewer bytes, a file
-    other than the weights differs, deltas from the held version are missing, or the result has another digest
-    (because the run was started over, or another program changed the held version)."""
+    """Build from the held version. Return False if the version must be built from the anchor instead.
+
+    This is so if the anchor takes fewer bytes, a file other than the weights differs, deltas from the held
+    version are missing, or the result has another digest. (The digest differs if the run was started over, or
+    if another program changed the held version.)
+    """
     recipe, both = reader.recipe(manifest, held.version), (held.manifest.anchor, manifest.anchor)
+    # The names of all files, and the hashes of the files other than weights, which `apply_delta` updates.
     old, new = ({f.name: f not in a.weights and f.sha256 for f in a.files} for a in both)
     if recipe.anchor or not recipe.deltas or old != new:
         return False
@@ -205,8 +211,10 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
 
 
 class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
-    """A folder that holds one version of a run, created if missing. Use this in `with`, which locks the
-    folder. Raises `FolderError` if another process has locked the folder, or the folder holds other files.
+    """A folder, created if missing, whose `current` leads to one version of a run.
+
+    The constructor locks the folder; the end of `with` unlocks it. The constructor raises `FolderError` if
+    another process has locked the folder, or if the folder holds other files.
 
     Attributes:
         folder: The folder's absolute path.
@@ -237,10 +245,10 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         self._lock.close()
 
     def update(self, manifest: Manifest) -> Path:
-        """Point `current` at a version, and return the version's own folder.
+        """Build a version, point `current` at it, and return the version's own folder.
 
-        After any `DeltaWeightSyncError` or `OSError`, `current` is unchanged. After `kill -9`, it leads to
-        the old version or to the new one.
+        After any `DeltaWeightSyncError` or `OSError`, `current` is unchanged. After `kill -9`, `current`
+        leads to the old version or to the new one.
         """
         held = self.held
         if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):

@@ -40,7 +40,7 @@ _log = logging.getLogger("delta_weight_sync")
 def to_bits(tensor: torch.Tensor) -> Bits:
     """Return a copy of `tensor` as bf16 bits: uint16, of the same shape, C-contiguous, on the host.
 
-    Host tensors that are not bf16 are rounded by `codec.nearest`: torch's NaN bits depend on the machine.
+    Host tensors that are not bf16 are rounded by `codec.nearest`, as torch's NaN bits depend on the machine.
     """
     import torch
 
@@ -171,8 +171,8 @@ class Base:
             bits: Returns the bits of one of these tensors, by name.
 
         Raises:
-            CheckpointError: The policy was not loaded from this checkpoint. Tensors whose names differ are
-                accepted if policy and checkpoint have equally many elements in such tensors.
+            CheckpointError: The policy was not loaded from this checkpoint. Other names are no error, if the
+                unmatched tensors of policy and checkpoint have equally many elements.
         """
         shapes = {path: shapes_in(path) for path in sorted(self.folder.glob(_SHARDS))}
         stored = {name: shape for inside in shapes.values() for name, shape in inside.items()}
@@ -194,9 +194,10 @@ class Base:
                 return  # the same tensors under other names
             lack = f", and {min(missing)} was not published" if missing else ""
             raise self._other(f"{min(strange)} is not in {self.name}{lack}")
+        # A trained tensor of the head's shape is an embedding. Perhaps the policy ties its head to it.
         if _HEAD in missing and stored[_HEAD] in trained.values():
             raise self._other(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
-        if missing:
+        if missing:  # compare one tensor, to see whether the policy was loaded from this checkpoint
             largest = max(own, key=elements.__getitem__)
             file = next(path for path in shapes if largest in shapes[path])
             ((_, loaded),) = read_tensors(file, [largest])

@@ -5,9 +5,9 @@ docs/limits-and-costs.md explains how sizes are computed, and from which measure
 Seconds are computed as follows. The trainer waits only for the diff, in which each rank compares its own
 shard. Each rank encodes and uploads its part in the background, one version at a time. Ranks of one machine
 share its link. A replica takes one version after another, and one of its machines fetches the delta. Workers
-of one machine share the decoding and exchange the changes (with encoding `small`, each decodes all). Each
-worker finds the digest of its own changes; then all commit. The slower of publisher and replica sets the
-pace; a slow publisher merges steps. All this work uses up to half of the cores, at most 16 in a process.
+of one machine share the decoding and exchange the changes. (With encoding `small`, each worker decodes all.)
+Each worker finds the digest of its own changes; then all commit. The slower of publisher and replica sets the
+pace; a slow publisher merges syncs. Each process uses up to half of its cores, at most 16.
 
 Rates come from `make bench` on one core of an AMD EPYC (`bench/results.json`, 2026-11-23). Tests compare
 predictions with that file. Sizes must agree within 5 %, seconds within a factor of two.
@@ -33,6 +33,7 @@ from delta_weight_sync.store.notifications import SAFETY_S
 if TYPE_CHECKING:  # the codec loads numba, which takes seconds
     from delta_weight_sync.codec import Encoding
 
+# fp32: float32 master weights; fp32-start: the same, in the first steps of a run; bf16: no master weights
 Trainer = Literal["fp32", "fp32-start", "bf16"]
 
 PRICES_READ_ON: Final = "2026-11-21"
@@ -68,11 +69,11 @@ class Sizes(NamedTuple):
     small: tuple[float, ...]
 
 
-# "fp32" is from section "growth" of the bench (63 M weights in the shapes of Qwen3-0.6B, late in a run).
-# "fp32-start" (SmolLM2-135M) and "bf16" (shaped as "fp32") are from section "size" at 1 %. At other shares,
-# they are from `bench.deltas.smollm2(GRID, share)` and `.qwen(BF16, share, 63 M weights)`, 2026-11-21.
+# "fp32" is from section "growth" of the bench (63 M weights in the shapes of Qwen3-0.6B, late in a run). For
+# "fp32-start" (SmolLM2-135M) and "bf16" (shaped as "fp32"), the sizes at 1 % are from section "size", and the
+# others from `bench.deltas.smollm2(GRID, share)` and `.qwen(BF16, share, 63 M weights)`, 2026-11-21.
 SIZES: Final[dict[Trainer, Sizes]] = {trainer: Sizes(**row) for trainer, row in _read("sizes.json").items()}
-# Versions that a delta or jump spans -> its changes, relative to one version (section "joining").
+# Versions that a delta or jump spans -> its changes, relative to those of one version (section "joining").
 MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.1}
 _TABLE_BYTES: Final = 75.0  # bytes of a delta file's header for each changed tensor
 _WEIGHTS_PER_TENSOR: Final = 1.4e6  # in the measured models; tensors of larger models are larger
@@ -98,8 +99,8 @@ DIGEST: Final = Rate(0.11)  # hash all live weights, at a join (on a CPU also on
 SWAP: Final = Rate(0.0, 5.0)  # receive a change (6 bytes) from another process of the same machine
 PLACE: Final = Rate(0.0, 11.0)  # find the place of a change and read its old bits
 COMMIT: Final = Rate(0.0, 9.4)  # write changes and read them back, while generation waits (section "live")
-SAVE: Final = Rate(3.1)  # write a checkpoint to disk ("publish whole")
-LOAD: Final = Rate(0.175)  # read a checkpoint from the page cache ("receive whole")
+SAVE: Final = Rate(3.1)  # write a checkpoint to disk (row "publish whole" of section "speed")
+LOAD: Final = Rate(0.175)  # read a checkpoint from the page cache (row "receive whole" of section "speed")
 COPY_STATE_S: Final = 0.64e-9  # per byte of a state: copy it to new host memory while the CPU is busy
 APPLY: Final = Rate(0.0, 8.6)  # add a decoded delta to weights in host memory
 TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed-up by a second thread (section "threads")
@@ -113,16 +114,16 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that
 
 # Requests per version without polls of HEAD, counted with the real clients at the simulated Hub. "all"
 # includes "api" (the Hub's API) and "files" ("/resolve/"). A poll is one request for a file. A safety poll,
-# made even while the Hub sends events, also lists all HEADs. A publisher makes one request after another. A
-# reader polls HEAD, then reads all small objects in parallel.
+# made even while the Hub sends events, also lists all HEADs (a request to the API). A publisher makes one
+# request after another. A reader polls HEAD, then reads all small objects in parallel.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 PUBLISHING_PART: Final = {"all": 4, "api": 0, "files": 0}  # by each of several ranks, before rank 0 publishes
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each further part, at the same time
 TAKING_LARGE_PART: Final = {"all": 2, "api": 0, "files": 0}  # the same, if parts have more than DIRECT bytes
 TAKING_IN_TURN: Final = 3  # a reader's requests in sequence, including the poll of HEAD
-# If a part has more bytes than the first number, it needs further requests: (how many of them are in
-# sequence, how many go to the API). Above DIRECT, these requests are for all parts together.
+# Further requests for large parts: (bytes, (further requests in sequence, how many of them go to the API)). A
+# part of more than SMALL bytes needs 2. Parts of more than DIRECT bytes need 5 for all parts together.
 _LATER: Final = ((DIRECT, (5, 2)), (SMALL, (2, 0)))
 _POLLS: Final = 2  # polls of HEAD after the Hub announces a version: one immediately, one an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
@@ -146,12 +147,12 @@ def delta_bytes(params: float, share: float, encoding: Encoding, trainer: Traine
     def interpolated(values: list[float]) -> float:
         return float(np.interp(math.log(share), np.log(shares), values))
 
-    values = [8 * size - fixed_bits(p) for p, size in zip(shares, fast, strict=True)]
+    other_bits = [8 * size - fixed_bits(p) for p, size in zip(shares, fast, strict=True)]
     ratios = [b / a if encoding == "small" else 1.0 for a, b in zip(fast, small, strict=True)]
-    return params * share * (fixed_bits(share) + interpolated(values)) / 8 * interpolated(ratios)
+    return params * share * (fixed_bits(share) + interpolated(other_bits)) / 8 * interpolated(ratios)
 
 
-class Recipe:
+class RunFiles:
     """Deltas, jumps and anchors of a run in which each version changes `share` of the weights."""
 
     def __init__(self, params: int, share: float, encoding: Encoding, trainer: Trainer) -> None:
@@ -168,7 +169,7 @@ class Recipe:
     def after_anchor(self, versions: float) -> tuple[float, float, int]:
         """Bytes, changes and files that a join fetches in addition to an anchor that is `versions` old."""
         size, changes, files, left = 0.0, 0.0, 0, int(versions)
-        for span in self._sizes:
+        for span in self._sizes:  # the longest jump first, deltas last
             count, left = divmod(left, span)
             size, changes = size + count * self._sizes[span], changes + count * self._changes[span]
             files += count
@@ -205,15 +206,15 @@ class Plan:
 
     def __init__(self, asked: Question) -> None:
         self.question, params, link = asked, asked.params, asked.link
-        recipe = Recipe(params, asked.share, asked.encoding, asked.trainer)
-        self.changes, self.full, self.delta = params * asked.share, 2.0 * params, recipe.delta
+        files = RunFiles(params, asked.share, asked.encoding, asked.trainer)
+        self.changes, self.full, self.delta = params * asked.share, 2.0 * params, files.delta
         self.per_change = self.delta / self.changes
-        self.anchor_every = recipe.anchor_every()
+        self.anchor_every = files.anchor_every()
         self.trainer_ranks = ranks = asked.ranks or math.ceil(TRAINER_BYTES * params / GPU_BYTES)
         self.replica_workers = asked.workers or math.ceil(REPLICA_BYTES * params / GPU_BYTES)
         self.trainer_machines = math.ceil(ranks / PER_MACHINE)
         self.replica_machines = math.ceil(self.replica_workers / PER_MACHINE)
-        links = link * self.trainer_machines  # only one machine of a replica fetches
+        links = link * self.trainer_machines  # all together; a replica uses one link: one machine fetches
         self.threads = util.threads(asked.cores)  # threads that encode or decode
 
         # One sync.
@@ -237,18 +238,19 @@ class Plan:
         def taken(size: float, changed: float) -> tuple[float, float, float]:
             wait_s, rounds = later(size)[0] * asked.latency, math.ceil(parts / SIDE_BY_SIDE)
             rounds = 1 if size / parts > DIRECT else rounds  # large parts are fetched together
+            # The slower of: all parts over the shared link, and the rounds, each after the round before.
             parts_s = max(wait_s + size / link, rounds * (wait_s + size / parts / link))
-            both_s = taking_s(params, changed, asked.encoding, self.replica_workers, self.threads)
-            return TAKING_IN_TURN * asked.latency + parts_s, *both_s
+            stage_commit_s = taking_s(params, changed, asked.encoding, self.replica_workers, self.threads)
+            return TAKING_IN_TURN * asked.latency + parts_s, *stage_commit_s
 
         self.fetch_s, self.stage_s, self.commit_s = taken(self.delta, changes)
-        self.behind_s = sum(taken(*recipe.after_anchor(max(STRIDES))[:2]))  # 64 versions late: one jump
+        self.behind_s = sum(taken(*files.after_anchor(max(STRIDES))[:2]))  # 64 versions late: one jump
         taken_s = self.fetch_s + self.stage_s + self.commit_s
         published_s = self.diff_s + self.encode_s + self.upload_s
         self.hand_over_to_serving_s = published_s + self.notification_s + taken_s
 
         # Versions per hour.
-        stored = self.delta + recipe.jumps + self.full / self.anchor_every
+        stored = self.delta + files.jumps + self.full / self.anchor_every  # bytes per version, on average
         self.anchor_s, self.link_versions_hour = self.full / links, _HOUR_S * links / stored
         self.publisher_versions_hour = min(_HOUR_S / (self.encode_s + self.upload_s), self.link_versions_hour)
         self.replica_versions_hour = _HOUR_S / (POLL_S + taken_s)
@@ -258,8 +260,9 @@ class Plan:
 
         # Before a replica that joins late can stage, it fetches all files, then applies them in sequence.
         def deltas_s(versions: float) -> float:
-            size, changed, files = recipe.after_anchor(versions)
-            rounds = 1 if large else math.ceil(files * parts / SIDE_BY_SIDE)
+            size, changed, count = files.after_anchor(versions)
+            rounds = 1 if large else math.ceil(count * parts / SIDE_BY_SIDE)
+            # Most files are not fetched ahead, so small files take as many requests as those above SMALL.
             requests_s = rounds * (further or _LATER[-1][1][0]) * asked.latency
             apply_s = decode.seconds(params, changed) + APPLY.seconds(params, changed)
             return requests_s + size / link + apply_s / self.threads
@@ -327,7 +330,7 @@ def encode_s(params: float, changes: float, encoding: Encoding) -> float:
 def taking_s(
     weights: float, changes: float, encoding: Encoding, workers: int, threads: int
 ) -> tuple[float, float]:
-    """Return how many seconds a replica's workers take to stage a delta from disk, and to commit it."""
+    """Return seconds (stage, commit): how long a replica's workers take for a delta that is on their disk."""
     together = min(workers, PER_MACHINE) if encoding == "fast" else 1
     mine = changes / workers  # changes of weights that one worker holds
     stage_s = (DECODE[encoding].seconds(weights, changes) / together + PLACE.seconds(0, mine)) / threads

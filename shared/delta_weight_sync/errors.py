@@ -157,7 +157,7 @@ class RouteError(DeltaWeightSyncError, RuntimeError, kind="route"):
 
 
 class CommitError(DeltaWeightSyncError, RuntimeError, kind="commit"):
-    """With this vLLM or its settings, results of old weights might be reused after a commit."""
+    """This vLLM cannot commit: its release or its settings might let it reuse results of old weights."""
 
 
 class WeightsChangedError(DeltaWeightSyncError, RuntimeError, kind="weights-changed"):

@@ -1,7 +1,8 @@
 """GPU code that the publisher and vLLM share: launches, reads, pinned memory, and the digest's factors.
 
-`launch` runs a kernel, and `read` fetches its results. Both count their calls, because a sync is slow if
-their number grows with the number of tensors. The kernels also run on host tensors, in Triton's interpreter.
+`launch` runs a kernel, and `read` fetches its results. Both count their calls for tests, because a sync is
+slow if the number of calls grows with the number of tensors. The kernels also run on host tensors, in
+Triton's interpreter.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ import triton.language as tl
 
 from delta_weight_sync.digest import INNER
 
-_HOST_ADDRESSES = 91  # the driver's number for a device attribute: see `_uses_host_addresses`
+_HOST_ADDRESSES = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _PORTABLE = 1  # a flag: pin the memory for every GPU of this process
 _STEP = 8  # a tensor begins at a multiple of 8 elements, because a thread reads 16 bytes at a time
 
@@ -94,6 +95,7 @@ def _register(owner: object, memory: torch.Tensor) -> None:
 
 
 def _uses_host_addresses() -> bool:
+    """Whether GPU 0 reads pinned host memory at the address that the CPU uses."""
     answer = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(answer), _HOST_ADDRESSES, 0)
     return bool(answer.value)

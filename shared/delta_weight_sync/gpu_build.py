@@ -1,7 +1,7 @@
 """Whether vLLM and PyTorch are builds for GPUs, and what such a build needs of this machine.
 
-The answers depend on the installed packages, because vLLM's build for GPUs cannot run on a CPU, even if there
-is no GPU or its driver is too old. Nothing here starts CUDA in this process.
+The installed packages decide whether the CPU is used: vLLM's build for GPUs cannot run on a CPU. So if that
+build finds no GPU, or an old driver, `problem` says so. Nothing here starts CUDA in this process.
 """
 
 import ctypes

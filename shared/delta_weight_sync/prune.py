@@ -1,8 +1,9 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
-This is safe while a writer and readers use the run. Objects of the last `GRACE_S` seconds before the newest
-object stay. If a manifest is one of them, all files that it names stay, because readers may still fetch them.
-HEADs, log, trainer states, and files of a version that is being published stay. A finished run does not age.
+This is safe while a writer and readers use the run. An object is *young* if it was written less than
+`GRACE_S` seconds before the newest object. Young objects stay. If a manifest is young, all files that it
+names stay, because readers may still fetch them. HEADs, log, trainer states, and files of a version in
+progress stay. All ages count back from the newest object or version, so a finished run does not age.
 """
 
 import re
@@ -24,7 +25,7 @@ _UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "H": 3600.0, "D": 
 
 @dataclass(frozen=True)
 class Keep:
-    """What to keep: newest versions within `size` bytes, or those of the last `age_s` seconds of the run."""
+    """Which versions to keep: the newest, within `size` bytes, and at most `age_s` older than the newest."""
 
     size: float = float("inf")
     age_s: float = float("inf")
@@ -52,7 +53,7 @@ class Survey(NamedTuple):
     freed: int  # bytes to delete
     kept: int  # bytes of the run that stay
     oldest: int  # this and all newer versions can still be built afterwards
-    newest: int
+    newest: int  # the newest version
 
 
 class _Version(NamedTuple):
@@ -91,12 +92,12 @@ class Pruner:
         young = max((info.written or 0.0 for info in infos.values()), default=0.0) - self._grace_s
 
         def is_young(key: str) -> bool:
-            """Whether an object is in the grace period, or of unknown age (not listed yet, or no date)."""
+            """Whether an object is young. An unlisted object, or one without a date, counts as young."""
             info = infos.get(key)
             return info is None or info.written is None or info.written > young
 
         def lasts(key: str) -> bool:
-            """Whether an object stays in any case: it is young, of no version, or of one in progress."""
+            """Whether an object always stays: it is young, of no version, or of a version in progress."""
             part = version_key(key)
             coming = part is not None and part.written_by(writer) and part.version > newest.version
             return part is None or is_young(key) or coming
@@ -108,8 +109,8 @@ class Pruner:
         size, oldest = size_of(kept), newest.version
         limit, since = self._keep.size - reserve, newest.created_at - self._keep.age_s
         for version in self._versions(newest):
-            whole = version.number == newest.version or is_young(version.key)
-            must = whole or version.number >= oldest_state
+            whole = version.number == newest.version or is_young(version.key)  # keep all files that it names
+            must = whole or version.number >= oldest_state  # keep it even beyond the budget
             more = {version.key, *(version.names if whole else version.needs)} - kept
             if not must and (size + size_of(more) > limit or version.created_at < since):
                 break
@@ -117,7 +118,8 @@ class Pruner:
             size, oldest = size + size_of(more), version.number
         self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
         doomed = [(part, infos[key]) for key in infos.keys() - kept if (part := version_key(key))]
-        # Manifests go first, so that no incomplete version seems whole after an interruption; then by age.
+        # Manifests are deleted first, so that an interruption leaves no manifest whose files are gone. Among
+        # the manifests, and then among the other files, old ones are deleted first.
         doomed.sort(key=lambda one: (one[0].kind != "manifests", one[0].version, one[1].key))
         why = "no remaining version needs it", f"older than version {oldest}"
         delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)

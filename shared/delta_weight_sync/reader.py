@@ -59,7 +59,8 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
         run: Name of the run, if the URL does not name it.
         public_key: A trusted key (`ed25519_public_` and 64 hex digits), several keys separated by commas, or
             a file that `delta-weight-sync keygen` wrote. Versions that no trusted key signed are refused. The
-            default is DELTA_WEIGHT_SYNC_PUBLIC_KEY; without any key, signatures are not checked.
+            default is DELTA_WEIGHT_SYNC_PUBLIC_KEY, or else the public half of DELTA_WEIGHT_SYNC_SIGNING_KEY.
+            Without any key, signatures are not checked.
 
     Raises:
         ProtocolError: No run is named and the bucket does not hold exactly one.
@@ -88,13 +89,13 @@ def runs_in(bucket: Bucket) -> list[str]:
 class RunReader:
     """The reading half of the protocol.
 
-    The reader checks that each record is complete, belongs to this run, and has the sha256 that another
-    record gives for it, if any does. If there are trusted keys, one of these must have signed the record.
+    The reader checks that each record is complete and belongs to this run. If another record names the sha256
+    of the record, the reader compares it. If there are trusted keys, one of them must have signed the record.
 
     Args:
         bucket: The bucket that holds the run.
         run: Name of the run.
-        public_keys: The trusted keys; by default, the environment's.
+        public_keys: The trusted keys; by default, as for `open_run`.
     """
 
     def __init__(self, bucket: Bucket, run: str, public_keys: PublicKeys | None = None) -> None:
@@ -139,7 +140,7 @@ class RunReader:
             except errors.SignatureError as error:
                 unsigned = unsigned or error
                 continue
-            if manifest.born == newest.born:
+            if manifest.born == newest.born:  # else the manifest is of an earlier run with the same name
                 return manifest
         oldest = min((parts.version for parts, _ in listed), default=newest.version)
         raise unsigned or no_longer_held(f"run {run!r}", version, oldest)
@@ -171,7 +172,7 @@ class RunReader:
 
     def try_older(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
         """Call `use` with a version. If `use` finds a damaged or missing file, also call `use` with the
-        newest earlier version whose files are all readable. The error is raised in any case."""
+        newest earlier version that can be built from readable files. Even if that works, raise the error."""
         try:
             use(manifest)
         except (errors.ProtocolError, errors.ObjectMissingError):
@@ -224,18 +225,18 @@ class RunReader:
         with contextlib.suppress(errors.BucketError):  # `fetch` then says which file cannot be read
             self.bucket.fetch_together(lacking)
         with ThreadPoolExecutor(SIDE_BY_SIDE, "fetch") as pool:  # these threads end with the fetch
-            coming = [pool.submit(self.fetch, ref, folder) for ref in wanted]
+            downloads = [pool.submit(self.fetch, ref, folder) for ref in wanted]
             try:
-                return [path.result() for path in coming]
+                return [download.result() for download in downloads]
             finally:
-                for path in coming:  # after an error, begin no further file
-                    path.cancel()
+                for download in downloads:  # after an error, begin no further file
+                    download.cancel()
 
     def fetch_anchor(self, anchor: AnchorRef, folder: Path) -> None:
         """Fetch an anchor's files. Small files come first; if one of them is damaged, no weights are fetched.
 
-        Other weights in the folder are removed, because an earlier anchor may be divided into other files,
-        and a loader would load these, too.
+        Before that, weight files that this anchor does not name are removed from the folder. They are from an
+        earlier anchor, divided into other files, and a loader would load them, too.
 
         Raises `ProtocolError` if the anchor has no weights, or a file is damaged.
         """
@@ -252,8 +253,9 @@ class RunReader:
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
         """Write a version to `folder` as a Hugging Face checkpoint.
 
-        The anchor is fetched first, then all deltas, which then change the anchor's files in place. So memory
-        never holds the model, and after a failed download, the next call reuses complete files of the anchor.
+        The reader fetches the anchor, then all deltas. Only then does it apply the deltas to the anchor's
+        files, in place. So memory never holds the model. If a download fails, the next call reuses the files
+        of the anchor that are complete.
 
         Returns:
             The weights, mapped from the files: tensor name -> bf16 bits as uint16, in the tensor's shape.
@@ -314,7 +316,9 @@ class RunReader:
         """The HEAD of the writer that owns the run, or None if there is no readable HEAD and no complete
         version.
 
-        A HEAD that is damaged, missing or not signed is rebuilt from the manifests.
+        If a HEAD is damaged or not signed, the reader rebuilds it from the manifests of its writer. If that
+        writer has no complete version, the HEAD of the writer before counts. If no HEAD is left, the reader
+        makes a HEAD for the newest complete version of all writers.
 
         Args:
             below: Only consider writers before this one.
@@ -322,7 +326,8 @@ class RunReader:
             problems: Receives the HEADs that were skipped.
 
         Raises:
-            ProtocolError: No HEAD is usable, and one is unsigned or, with `floor`, damaged or older.
+            ProtocolError: No HEAD can be used or rebuilt, and at least one HEAD is unsigned (with `floor`:
+                unsigned, damaged or older).
         """
         for _ in range(_TRIES):
             skipped: Problems = {}
@@ -366,7 +371,8 @@ class RunReader:
         return head
 
     def rebuild_head(self, writer: Writer | None = None, listing: Listing | None = None) -> Head | None:
-        """A new HEAD for the newest complete version, only of `writer` if given. None if there is none."""
+        """Make a HEAD for the newest complete version (of `writer`, if given); None if there is no such
+        version. A version is complete if the files of its recipe are in the bucket."""
         there = {info.key: info.size for info in listing or self.bucket.list(self.keys.folder)}
         listed = [each for each in _manifests(there) if writer is None or each[0].written_by(writer)]
         unsigned = 0
@@ -437,7 +443,7 @@ def no_longer_held(place: str, version: int, oldest: int) -> errors.ProtocolErro
 
 
 def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
-    """The manifest of each version. If several writers published a version, the last one counts."""
+    """Version -> its manifest in the listing. If several writers published a version, the last one counts."""
     known = {info.key: info for info in objects}
     return {parts.version: known[key] for parts, key in sorted(_manifests(known))}
 

@@ -2,7 +2,7 @@
 
 A run is a folder of the bucket (docs/wire-format.md). Every object is written once, except HEADs and the
 newest segment of the log. A HEAD names a manifest by sha256, and the manifest names every file by sha256.
-Each writer uses keys of its own for HEAD, versions and states, so a replaced trainer cannot overwrite those
+Each writer uses keys of its own for HEAD, versions and states, so a replaced trainer cannot overwrite objects
 of its successor. The HEAD of the last writer counts (see `Writer`). If that HEAD is truncated, missing, stale
 or copied from another writer, readers find the newest version by listing the manifests.
 """
@@ -40,7 +40,8 @@ LARGEST: Final = 1e15  # the largest number that a log event may report, in any 
 STRIDES: Final = (8, 64)  # versions that a jump spans
 ANCHOR_PAYS: Final = 0.5  # write an anchor when a join must fetch deltas of more than this share of the model
 MAX_FILES: Final = 128  # write an anchor when a join needs this many deltas and jumps, however small
-WINDOW: Final = 64  # a manifest names the deltas of the newest 64 versions, back to one without a delta
+# A manifest names at least the deltas of the newest 64 versions, but none before a version without a delta.
+WINDOW: Final = 64
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 
 _NUMBER = r"\d{8,18}"  # a version or a term; 18 digits always fit into a `Count`
@@ -82,7 +83,9 @@ class Keys:
 
     def __init__(self, run: str) -> None:
         if not re.fullmatch(RUN_NAME, run):
-            raise ProtocolError(f"{run!r} is not a run name: use 1 to 96 letters, digits, or (not first) ._-")
+            raise ProtocolError(
+                f"{run!r} is not a run name: use 1 to 96 of A-Z a-z 0-9 . _ - and a letter or digit first"
+            )
         self.run = run
         self.folder = f"runs/{run}/"
         self.heads = f"{self.folder}heads/"
@@ -225,9 +228,9 @@ class FileRef(Record):
 
 
 class DeltaRef(FileRef):
-    """A delta file, which leads from version `base` to `version`. A jump spans several versions.
+    """A file of a delta or of a jump, which leads from version `base` to `version`.
 
-    A delta may have several files, its parts, which change different tensors. All parts are needed.
+    A delta or jump may have several files, its parts, which change different tensors. All parts are needed.
     """
 
     base: Count
@@ -265,7 +268,7 @@ Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=MAX_REFS), FailFast()]
 
 
 class Sealed(Record):
-    """A record that contains its own hash. So damage shows even if no other record names this hash.
+    """A record with a hash of its fields. The hash shows damage even if no other record names its sha256.
 
     `seal` is the sha256 of the record's kind, a line feed, and its JSON without `seal` and `signature`.
     """
@@ -289,8 +292,9 @@ class Sealed(Record):
 class Manifest(Sealed):
     """How to build one version, and the digest that proves it.
 
-    `deltas` are consecutive and end at `version`; each delta is one file or several parts. With `jumps`, they
-    lead to `version` from the anchor, and from the last `WINDOW` versions, back to one without a delta.
+    `deltas` lead to `version` one by one, without a gap; each delta is one file or several parts. Together
+    with `jumps`, they lead to `version` from the anchor, and from each of the last `WINDOW` versions. But if
+    one of these versions has no delta, they lead only from this version and the later ones.
     """
 
     born: Time  # unix seconds when the run was created; a run that is started over gets a new time
@@ -312,7 +316,7 @@ class Manifest(Sealed):
     def _chain_is_whole(self) -> Self:
         ways = [way for way, _ in groupby(self.deltas, key=lambda d: (d.base, d.version))]
         if ways != [(v, v + 1) for v in range(self.version - len(ways), self.version)]:
-            raise ValueError(f"deltas do not lead to version {self.version} one by one, without a gap")
+            raise ValueError(f"deltas do not lead to version {self.version} one by one")
         if any(jump.version - jump.base < 2 for jump in self.jumps):
             raise ValueError("a jump spans less than two versions")
         if self.recipe_without(()) is None:
@@ -358,7 +362,8 @@ class Manifest(Sealed):
 
 
 class Head(Sealed):
-    """Names a writer's newest version; before the writer's first, the version that it continues."""
+    """Names a writer's newest version. Until the writer publishes its first version, the writer's HEAD names
+    the version from which the writer continues."""
 
     born: Time  # as in the manifest
     version: Count | None  # None before the run's first version
@@ -374,7 +379,7 @@ class Head(Sealed):
 
     @property
     def rank(self) -> Rank:
-        """HEAD's place in the order of versions. Before the run's first version, the number is -1."""
+        """HEAD's place in the order of versions. If HEAD names no version, the version counts as -1."""
         return self.born, self.writer_term, self.writer, -1 if self.version is None else self.version
 
 
@@ -405,7 +410,7 @@ def parse(kind: type[Model], data: bytes, key: str) -> Model:
 
 
 class Recipe(NamedTuple):
-    """The files that build a version, in order: first the anchor, unless you hold a version, then deltas."""
+    """The files that build a version: an anchor (None to start at your version), then deltas and jumps."""
 
     anchor: AnchorRef | None
     deltas: tuple[DeltaRef, ...]
@@ -424,7 +429,7 @@ class Recipe(NamedTuple):
 def cheapest_recipe(
     anchor: AnchorRef | None, deltas: Iterable[DeltaRef], version: int, held: int | None
 ) -> Recipe | None:
-    """The recipe with the fewest bytes, then the fewest files. None if nothing leads to `version`.
+    """The recipe with the fewest bytes; on a tie, with the fewest files. None if nothing leads to `version`.
 
     A recipe starts at `anchor`, or at `held`, a version that you already have. It has all parts of a delta or
     none. One pass over deltas and jumps, sorted by base, is enough, because each leads to a later version.

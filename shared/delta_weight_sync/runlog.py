@@ -5,8 +5,8 @@ new events uploads the whole newest segment again, with all events that it held 
 change, so a reader reads each full segment once. Only the trainer writes, because replicas have read-only
 tokens. So the trainer asks replicas for their status and records the answers.
 
-The log is not signed, so readers do not trust it. They bound every field of an event, cut texts and rollouts,
-and skip and count lines that are not events.
+The log is not signed, so readers do not trust it. Every field of an event has a limit. Readers cut texts and
+lists of rollouts that are too long, and skip and count all other lines that are not events.
 """
 
 import itertools
@@ -96,7 +96,7 @@ class CommitEvent(Record):
     stage_s: Number
     pause_ms: Number  # how long generation paused
     commit_ms: Number  # the part of the pause in which weights were written and checked
-    joined: bool = False  # whether the replica joined this version
+    joined: bool = False  # whether the replica joined, that is, took this version from a checkpoint
 
 
 class ReplicaReport(Record):
@@ -132,10 +132,10 @@ class RunLogWriter:
     def __init__(self, bucket: Bucket, run: str, *, every_s: float = 1.0) -> None:
         self._bucket, self._keys, self._every_s = bucket, Keys(run), every_s
         there = {info.key for info in bucket.list(self._keys.log)}
-        # Use the first free number, because a reader would wait forever for a missing segment.
+        # Use the lowest free number: if a number were missing, readers would wait for this segment forever.
         self._segment = next(n for n in itertools.count() if self._keys.segment(n) not in there)
         self._lines: list[bytes] = []  # lines that are not yet in a full segment; list operations are atomic
-        self._written = 0
+        self._written = 0  # lines of the newest segment that are in the bucket
         self._writing, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="run-log", daemon=True)
         self._thread.start()
@@ -197,6 +197,7 @@ class RunLogReader:
         If the iteration ends early, perhaps because the bucket fails, the next call continues where it ended.
         """
         while True:
+            # Ask before reading: once the next segment exists, this segment does not change any longer.
             complete = self._bucket.stat(self._keys.segment(self._segment + 1)) is not None
             yield from self._read_segment()
             if not complete:

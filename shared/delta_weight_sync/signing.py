@@ -2,12 +2,13 @@
 
 The publisher signs the seal of each manifest, HEAD and trainer state with its secret Ed25519 key.
 Readers with the matching public key refuse every record without this signature. A seal covers the kind of the
-record, the run and all other fields, including the sha256 of every file. The keys are two variables:
+record, the run and all other fields, including the sha256 of each file. The keys are environment variables:
 
     DELTA_WEIGHT_SYNC_SIGNING_KEY=ed25519_secret_<64 hex digits>     only for the trainer
     DELTA_WEIGHT_SYNC_PUBLIC_KEY=ed25519_public_<64 hex digits>      for readers; separate several by commas
 
-Without the first key, nothing is signed. Without both, nothing is checked, and `cryptography` is not needed.
+A process without the signing key signs nothing. A process with only the signing key trusts its public half.
+A process without any key checks no signature, and does not need `cryptography`.
 """
 
 import os
@@ -28,7 +29,7 @@ Kind = TypeVar("Kind", bound=Sealed)
 
 
 class SigningKey:
-    """The publisher's secret key: `ed25519_secret_` and 64 hex digits. Raises `KeyFormatError`."""
+    """The publisher's secret key: `ed25519_secret_` and 64 hex digits. Other text raises `KeyFormatError`."""
 
     def __init__(self, text: str) -> None:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -54,7 +55,8 @@ class PublicKeys:
 
     def __init__(self, text: str = "") -> None:
         words = [word.strip() for word in text.split(",") if word.strip()]
-        words = words or [text] * bool(text)  # "," ("$A,$B", both unset) is an error, not "no keys"
+        # The text "," comes from "$A,$B" with both unset. It is an error; it does not mean "no keys".
+        words = words or [text] * bool(text)
         self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in words}
 
     @classmethod
@@ -72,7 +74,7 @@ class PublicKeys:
         return " or ".join(map(fingerprint, self._keys))
 
     def signer(self, record: Sealed, key: str) -> str | None:
-        """The fingerprint of the key that signed `record`, or None if no key is trusted.
+        """The fingerprint of the key that signed `record`. If no key is trusted at all, returns None.
 
         Raises `SignatureError` if no trusted key signed `record`. `key` is the record's key in the bucket.
         """

@@ -64,11 +64,11 @@ def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
     import torch
     from torch.distributed import all_to_all_single
 
-    sent, parts = np.concatenate(outgoing), [each.nbytes for each in outgoing]
-    came = np.empty(sum(sizes), sent.dtype)
-    to, of = (torch.from_numpy(column.view(np.uint8)) for column in (came, sent))
-    all_to_all_single(to, of, [size * sent.itemsize for size in sizes], parts, group=group)
-    return came
+    sent, sent_bytes = np.concatenate(outgoing), [each.nbytes for each in outgoing]
+    received, received_bytes = np.empty(sum(sizes), sent.dtype), [size * sent.itemsize for size in sizes]
+    target, source = (torch.from_numpy(array.view(np.uint8)) for array in (received, sent))
+    all_to_all_single(target, source, received_bytes, sent_bytes, group=group)
+    return received
 
 
 def size_text(size: float) -> str:

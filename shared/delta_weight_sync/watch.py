@@ -1,7 +1,7 @@
 """Watches a run for newer versions: polls HEAD, wakes up when notified, and backs off from failures.
 
 Three kinds of failure are retried with growing pauses: the store does not answer, records cannot be read, or
-a version cannot be used. `Watcher.reset` ends all pauses, `Watcher.refresh` those of the last two kinds.
+a version cannot be used. `Watcher.reset` ends all pauses. `Watcher.refresh` keeps only the first kind's.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from delta_weight_sync.store import SMALL
 FIRST_S = 1.0  # pause after the first failure; each further failure doubles the pause
 LONGEST_S = 600.0
 _LIST_EVERY = 30  # at least one poll in 30 lists all HEADs; the Hub allows fewer lists than reads
-_AHEAD = 3  # the deltas of the next version and of at most 3 more are fetched before a manifest names them
+_AHEAD = 3  # together with a manifest, the next version's delta and at most 3 later deltas are fetched
 _STORE = "the store"
 
 
@@ -58,8 +58,10 @@ class Watcher:
         self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
         self._skipped: Problems = {}  # records that were skipped to find the newest version
         self._skipped_heads: Problems = {}
-        # Delays after: no answer; HEADs that led to a failure; an unusable version; damaged HEADs.
-        self._asking, self._finding, self._using, self._mending = (Backoff() for _ in range(4))
+        self._asking = Backoff()  # delays polls after the store did not answer
+        self._finding = Backoff()  # delays reading the HEADs again that led to a failure
+        self._using = Backoff()  # delays the next try of a version that could not be used
+        self._mending = Backoff()  # delays the next search for a version after damaged HEADs
         self._answered, self._fruitful = False, True  # `_fruitful`: did the last prompted poll find news?
         self._newest = seen
         self.reset(seen.rank if seen else None)
@@ -68,6 +70,7 @@ class Watcher:
         """Make the next `check` poll and use the newest version, even if it was used before."""
         for each in (self._notifications, self._finding, self._using, self._mending):
             each.reset()
+        # Key of the known HEAD, number of polls, number of the last polls in a row that found no HEAD.
         self._key, self._polls, self._empty = "", 0, 0
         self._found: dict[str, str] = {}  # key -> etag of each HEAD
         self._used: dict[str, str] | None = None  # `_found` as it was for the version used last
@@ -103,7 +106,7 @@ class Watcher:
         return self._found == self._used
 
     def _use(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
-        """Call `use`. If it fails, delay the next try of this version, even if HEAD is rewritten."""
+        """Call `use`. If `use` fails, delay the next try of this version, even if HEAD is rewritten."""
         if not self._using.allows(manifest.seal):
             self._finding.failed(self._found)
             return
@@ -146,9 +149,10 @@ class Watcher:
             self._fetch_ahead(following, self._key)
         head = self._known_head() if known else None
         if head is None:
-            if not self._mending.allows(_STORE):  # damaged HEADs may change each second
+            if not self._mending.allows(_STORE):  # `_finding` does not delay a HEAD that changes each second
                 return None
-            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without a HEAD, rebuild one rarely
+            # Without a HEAD, the reader lists the whole run and rebuilds HEAD. So do this rarely.
+            if self._empty < 2 or self._empty % _LIST_EVERY == 1:
                 self._skipped_heads = {}
                 head = self._reader.head(floor=self._head_floor, problems=self._skipped_heads)
         if head and head.version and head.version > following:
@@ -185,7 +189,7 @@ class Watcher:
         bucket, self._polls = self._reader.bucket, self._polls + 1
         known = bucket.stat(self._key) if self._key and self._polls % _LIST_EVERY else None
         # If a change is expected and the known HEAD is the same, another writer's HEAD may have changed.
-        expected = self._notifications.prompted or self._notifications.unprompted
+        expected = self._notifications.prompted or self._notifications.for_safety
         if known and not (expected and known.etag == (self._used or {}).get(self._key)):
             self._found = self._found | {self._key: known.etag}
             return True
@@ -197,7 +201,7 @@ class Watcher:
         with contextlib.suppress(ProtocolError, ObjectMissingError):
             if writer := head_writer(self._key):
                 head = self._reader.head_of(writer, self._head_floor)
-                if head.rank == self._head_floor:  # perhaps fetched ahead, before the etag changed
+                if head.rank == self._head_floor:  # perhaps fetched ahead, before the writer replaced HEAD
                     head = self._reader.head_of(writer, self._head_floor)
                 self._skipped_heads.pop(self._key, None)
                 return head

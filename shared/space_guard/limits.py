@@ -1,8 +1,9 @@
-"""Limits on connections, capacity and log lines that clients may use, and a server that always ends.
+"""Limits the connections, capacity and log lines that clients may use, and ends the server after a signal.
 
-A trainer is known by the key, a visitor by the network address. Visitors, even all together, cannot take the
-capacity that a trainer needs. uvicorn cannot limit connections in this way: it waits without limit for a
-request's head, and its `limit_concurrency` refuses every client under load, trainers included.
+A client that sends the key counts as a trainer. Every other client is a visitor, identified by its network
+address. Visitors, even all together, cannot take the capacity that a trainer needs. uvicorn cannot limit
+connections in this way: it waits without limit for a request's head, and its `limit_concurrency` refuses
+every client under load, trainers included.
 """
 
 import asyncio
@@ -32,14 +33,14 @@ from space_guard.requests import RateLimit, has_key, too_many
 
 Client = str | None  # a visitor's address, or None for a client with the key
 
-# The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. As the
-# client's address, uvicorn (`forwarded_allow_ips`) takes the last address in X-Forwarded-For outside of
-# these networks; a client can only forge addresses before that address.
+# The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. With
+# its option `forwarded_allow_ips`, uvicorn reads X-Forwarded-For from the end. The first address outside of
+# these networks is the client's address. A client can forge only addresses further left in this header.
 PROXIES = "127.0.0.0/8,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7"
 
 
 def client_address(scope: Scope) -> str:
-    """The address that limits apply to. For IPv6 it is the /64 network, which belongs to one customer."""
+    """The address for which requests are counted. For IPv6, this is the /64 network of one customer."""
     host, _ = scope.get("client") or ("", 0)
     try:
         address = ip_address(host)
@@ -57,17 +58,21 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: float  # seconds for the first head, from connecting on; for later heads, from the first byte
+    # Seconds until the head of a request is complete. For the first request of a connection, the time begins
+    # when the client connects. For a later request, the time begins with the first byte of the head.
+    request_s: float
     unread_s: float  # seconds in which the client must read some of its answer
     head_bytes: int  # of a request, its body not counted
-    keep_active: bool  # a visitor's connection is safe from eviction while its request is answered
+    keep_active: bool  # whether visitors whose request is being answered are never closed to make room
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits. If `key` is empty, any complete head counts as having the key.
+    """uvicorn's HTTP protocol with limits.
 
-    `visitors` are the connections without the key. If there are more than `max_visitors`, the connection
-    opened or answered longest ago is closed, so a new client gets in and a client with the key stays.
+    `visitors` are the connections on which no key has come so far. If there are more than `max_visitors`, the
+    visitor's connection that was opened or answered longest ago is closed. So new clients can always connect,
+    and clients with the key keep their connections. If `key` is empty, every client that has sent a complete
+    head counts as having the key.
     """
 
     limits: Limits
@@ -84,7 +89,8 @@ class _Connection(HttpToolsProtocol):
         super().connection_made(transport)
         opened = transport.get_extra_info("socket")
         if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
-            # The kernel ends a connection whose client reads nothing for this long, even while it closes.
+            # The kernel ends a connection whose client reads nothing for this long, even if the server has
+            # begun to close this connection.
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limits.unread_s * 1000))
         self._join_visitors()
         self._start_clock()
@@ -101,7 +107,7 @@ class _Connection(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
-        if self._complete:
+        if self._complete:  # these bytes begin the next request
             self._start_clock()
         self._head += len(data)
         super().data_received(data)
@@ -112,7 +118,7 @@ class _Connection(HttpToolsProtocol):
             self.send_400_response(f"The head of the request is too large. {limit}")
 
     def on_message_begin(self) -> None:
-        """Allow one request at a time. Errors of this and the next methods are answered with status 400."""
+        """Allow one request at a time. uvicorn answers errors of the parser's callbacks with status 400."""
         if self._answering():
             raise ValueError("the request before this one is not answered yet")
         self._complete = False
@@ -191,7 +197,7 @@ def open_files(wanted: int) -> int:
     return allowed
 
 
-STOP_S, _CLEAN_S = 20, 5  # seconds to stop by itself; then seconds to remove temporary files
+STOP_S, _CLEAN_S = 20, 5  # seconds for uvicorn to stop; after these, seconds to remove temporary files
 
 
 class _Server(uvicorn.Server):
@@ -199,7 +205,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         def end() -> None:
-            signal.alarm(_CLEAN_S)  # ends the process, whatever Python does
+            signal.alarm(_CLEAN_S)  # after this time, the kernel ends the process, whatever Python does
             atexit._run_exitfuncs()
             os._exit(128 + sig)
 
@@ -223,9 +229,10 @@ def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: A
 
 
 class Lane:
-    """Requests that share limits: `capacity` units in use at the same time, and `seconds` for each request.
+    """Requests that share a capacity. The caller says how many units a request takes, for example its bytes.
 
-    A quarter of the capacity is reserved for clients with the key. A visitor can use a quarter (at least 1).
+    A quarter of `capacity`, rounded down, is reserved for clients with the key. Each visitor can use as much
+    (at least 1 unit). `seconds` is the time limit of each request; the caller enforces this limit.
     """
 
     def __init__(self, capacity: int, seconds: float | None = None) -> None:
@@ -234,7 +241,7 @@ class Lane:
 
     @contextmanager
     def admit(self, client: Client, units: int) -> Iterator[None]:
-        """Hold `units` of the lane. Raises `HTTPException` if the lane or the client's share is full."""
+        """Hold `units` during a `with` body. Raises `HTTPException` if the client may not use them now."""
         shares = {"all": self.capacity}
         if client is not None:
             quarter = self.capacity // 4
@@ -254,6 +261,7 @@ class LogLimit(logging.Filter):
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        # In a minute, a source can log half of its records from its savings, and half from their growth.
         self._rate, self._dropped = RateLimit(per_minute / 120, per_minute / 2, clock), Counter[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -55,7 +55,7 @@ def has_key(key: str, headers: Headers) -> bool:
 
 
 def no_key(headers: Headers, secret: str) -> HTTPException:
-    """The refusal of a request without the key that is in the Space's `secret`."""
+    """The refusal of a request without the key. `secret` names the Space's secret that holds the key."""
     sentence = f"This needs a key: send the Space's {secret} in the header {KEY_HEADER}."
     if dict(headers).get(_KEY_HEADER):
         sentence = f"The key in {KEY_HEADER} is wrong: send the value of this Space's {secret}."
@@ -63,7 +63,7 @@ def no_key(headers: Headers, secret: str) -> HTTPException:
 
 
 async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
-    """Read the complete body. Raises `HTTPException`: 408 if late, 413 if longer than `limit`."""
+    """Read the complete body. Raises `HTTPException`: 408 after `seconds`, 413 beyond `limit` bytes."""
     body, size, more = bytearray(), 0, True
     try:
         async with asyncio.timeout(seconds):
@@ -97,10 +97,14 @@ class RateLimit:
 
     def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_second, self._ahead_s, self._clock = per_second, burst / per_second, clock
+        # When the growth of a client's budget will have paid for everything that the client was charged for.
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
     def spend(self, client: str, cost: float) -> float:
-        """Charge a client; `cost` must be at most `burst`. Returns 0, or the seconds until it can pay."""
+        """Charge a client `cost`, which must be at most `burst`, and return 0.
+
+        If the client cannot pay, charge nothing, and return the seconds until the client can pay.
+        """
         now = self._clock()
         until = max(now, self._paid_until.get(client, now)) + cost / self._per_second
         if until > now + self._ahead_s:

@@ -8,12 +8,13 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -26,6 +27,7 @@ Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 _WHERE = "Settings → Variables and secrets"
 _PAGE = Template(Path(__file__).with_name("setup.html").read_text())
 _POLICY = {"content-security-policy": f"default-src 'none'; style-src 'unsafe-inline'; {FRAMING}"}
+_BOOL = TypeAdapter(bool)  # reads a text as the fields of settings do: "true", "1", "yes" and others are true
 MIN_KEY_LENGTH = 16
 
 
@@ -53,7 +55,8 @@ HeaderText = Annotated[str, AfterValidator(_header_text)]
 class SpaceSettings(BaseModel):
     """The settings of a Space: each field is the environment variable `PREFIX` + the field's name.
 
-    On the Hub, a Space needs a key that cannot be guessed, unless its setting `OPENING` is true.
+    On the Hub, a Space needs the setting KEY, with a value that cannot be guessed. KEY may be missing if the
+    setting whose name is in `OPENING` is true.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,10 +68,13 @@ class SpaceSettings(BaseModel):
         """The settings in `environ`. Raises `SettingsError`."""
         prefix, problems = cls.PREFIX, dict[str, str]()
         own = {name.removeprefix(prefix): value for name, value in environ.items() if name.startswith(prefix)}
-        if "SPACE_ID" in environ:
+        if "SPACE_ID" in environ:  # on the Hub
+            opened = False
+            with suppress(ValidationError):  # which `model_validate` raises below, too
+                opened = _BOOL.validate_python(own.get(cls.OPENING, opened))
             if 0 < len(key := own.get("KEY", "")) < MIN_KEY_LENGTH:
                 problems[f"{prefix}KEY"] = f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"
-            elif not key and own.get(cls.OPENING, "").lower() != "true":
+            elif not key and not opened:
                 problems[f"{prefix}KEY"] = "not set"
         try:
             settings = cls.model_validate({name.lower(): value for name, value in own.items()})
@@ -77,7 +83,7 @@ class SpaceSettings(BaseModel):
             known = ", ".join(prefix + field.upper() for field in cls.model_fields)
             unknown = f"there is no such variable; the variables are {known}"
             words = {"missing": "not set", "extra_forbidden": unknown}
-            for found in error.errors():  # without the values, which may be secrets
+            for found in error.errors():  # the sentences leave out the values, which may be secrets
                 said = found["msg"].removeprefix("Value error, ").lower()
                 problems[f"{prefix}{found['loc'][0]}".upper()] = words.get(found["type"], said)
         if problems:
@@ -85,7 +91,7 @@ class SpaceSettings(BaseModel):
         return settings
 
     def problems(self, environ: Mapping[str, str]) -> Problems:
-        """What is wrong with fields that have the right types, and with other variables."""
+        """Problems that the fields' types do not show, and problems of variables without `PREFIX`."""
         return {}
 
     @classmethod
@@ -100,8 +106,9 @@ class Setup:
     """How one Space explains its setup."""
 
     def __init__(self, space: str, then: str, needs: Path) -> None:
-        """`space`: the kind of Space, for the title. `then`: what the set-up Space shows. `needs`: a file
-        with a table for each variable and secret: its `kind`, `purpose` and `example`."""
+        """`space`: the kind of Space, for the title. `then`: the page that the Space shows after the setup.
+        `needs`: a TOML file with a table for each variable and secret: its `kind`, `purpose` and `example`.
+        """
         self.space, self.then, self.needs = space, then, tomllib.loads(needs.read_text())
 
     def sentence(self, problems: Problems) -> str:

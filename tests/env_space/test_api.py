@@ -200,7 +200,10 @@ def test_a_space_that_is_not_set_up_names_what_it_lacks():
     assert "no such variable; the variables are WORDLE_ANSWERS, " in unknown[1]
     with pytest.raises(SettingsError, match="WORDLE_ANSWERS: there are only "):
         create_app(Settings.read(SET_UP | {"WORDLE_ANSWERS": "1000000"}))
-    for fine in (SET_UP, {"SPACE_ID": "me/wordle-env", "WORDLE_OPEN": "true"}):
+    without_key = {"SPACE_ID": "me/wordle-env"}
+    with pytest.raises(SettingsError, match="variables: WORDLE_KEY: not set"):
+        Settings.read(without_key | {"WORDLE_OPEN": "0"})
+    for fine in (SET_UP, *(without_key | {"WORDLE_OPEN": said} for said in ("true", "1", "yes"))):
         create_app(Settings.read(fine))
 
 

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 import env_space
 from env_space.app import create_app
 from env_space.game import Rules, feedback
-from env_space.openenv import MOST_IDLE
+from env_space.openenv import MAX_IDLE
 from env_space.settings import Settings
 from tests import idle_time
 from tests.env_space.service import BRIDE, ROOT, service, space
@@ -165,7 +165,7 @@ def test_a_full_service_answers_with_openenvs_code_until_a_game_ends():
 @pytest.mark.finding("N17")
 def test_connections_that_are_only_held_open_make_room_for_new_ones():
     with service(max_sessions=1) as client, ExitStack() as opened:  # one event loop for all
-        player, *held = (opened.enter_context(client.websocket_connect("/ws")) for _ in range(MOST_IDLE))
+        player, *held = (opened.enter_context(client.websocket_connect("/ws")) for _ in range(MAX_IDLE))
         say(player, "reset")
         held += [opened.enter_context(client.websocket_connect("/ws")) for _ in range(2)]
         assert say(held[-1], "state")["type"] == say(player, "state")["type"] == "state"

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from delta_weight_sync.publish import _gpu
 from delta_weight_sync.vllm import gpu as replica
 
-DIFF = {"entries": "*i64", "owners": "*i32", "book": "*i64", "found": "*i32"}
+DIFF = {"entries": "*i64", "row_of": "*i32", "book": "*i64", "found": "*i32"}
 FIND = DIFF | {"which": "*i32", "factors": "*i32", "nans": "*i16", "capacity": "i64"}
 ROWS = {"rows": "*i64"}
 CHANGED = ROWS | {"blocks": "*i64", "element": "*i32", "ulps": "*i16", "new": "*i16"}

@@ -84,7 +84,7 @@ def test_the_mirror_is_read_behind_the_last_write_and_nothing_else(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(done.append(stream)))
     monkeypatch.setattr(torch.accelerator, "device_index", contextlib.nullcontext)
-    tiles = SimpleNamespace(count=0, entries=None, owners=None)
+    tiles = SimpleNamespace(count=0, entries=None, row_of=None)
     diff, memory = publish_gpu.DeviceDiff(CUDA), torch.ones(3)
     assert torch.equal(diff.read(memory), memory)
     diff.keep(SimpleNamespace(tiles=tiles, book=None, found=None))  # with no tile, nothing is launched

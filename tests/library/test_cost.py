@@ -18,7 +18,7 @@ import pytest
 
 from bench import results
 from delta_weight_sync import codec, cost, store
-from delta_weight_sync.cost import Plan, Question, Recipe
+from delta_weight_sync.cost import Plan, Question, RunFiles
 from delta_weight_sync.errors import ObjectMissingError, ProtocolError
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader
@@ -128,7 +128,7 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
         assert counted(hub, publish) == cost.PUBLISHING
         assert counted(hub, take) == {kind: POLL[kind] + cost.TAKING[kind] for kind in POLL}
         assert counted(hub, watcher.poll) == POLL
-        watcher._notifications.unprompted = True
+        watcher._notifications.for_safety = True
         assert counted(hub, watcher.poll) == {"all": 2, "api": 1, "files": 1}, "a safety poll"
 
 
@@ -314,7 +314,7 @@ def test_a_trainer_that_is_faster_than_the_publisher_merges_steps():
 
 
 def test_anchors_come_when_half_a_model_is_behind_the_last_or_so_many_files():
-    sparse, dense = (Recipe(10**9, share, "fast", "fp32") for share in (0.001, 0.3))
+    sparse, dense = (RunFiles(10**9, share, "fast", "fp32") for share in (0.001, 0.3))
     for recipe in (sparse, dense):
         due = recipe.anchor_every()
         (before, _, files), (then, _, then_files) = (recipe.after_anchor(v) for v in (due - 1, due))

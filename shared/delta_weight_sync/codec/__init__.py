@@ -1,9 +1,10 @@
-"""The delta codec: encodes changes of bf16 bits as a delta file and decodes it; exact for all patterns.
+"""The delta codec encodes changed bf16 weights as a delta file, and decodes the file to the same bits.
 
 Most changes of an RL step are one unit in the last place (ULP), and small weights change more often. Encoding
 `fast` stores the distance from each change to the next. If 1 % of the weights changed, a change takes 1.25
-bytes. Encoding `small` also uses the magnitudes of the old weights, which the reader has; a change then takes
-0.89 bytes. `Delta` reads both encodings.
+bytes. Encoding `small` sorts the weights by their old magnitude into eight bands, and stores the changes of
+each band separately. A change then takes 0.89 bytes, but the reader needs the old weights. `Delta` reads both
+encodings.
 """
 
 from delta_weight_sync.codec._file import Delta as Delta

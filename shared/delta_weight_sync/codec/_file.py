@@ -1,7 +1,7 @@
 """A delta is a safetensors file whose metadata describes its content: see `docs/wire-format.md`.
 
 The changed tensors of the model form groups; each group is coded as one sequence, with one set of parameters.
-The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.signs` and so on.
+The tensors in the file are the groups' uint8 streams: group 0 has `0.gaps`, `0.signs` and so on.
 """
 
 import json
@@ -89,8 +89,8 @@ class Delta:
     def decode(self, shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterator[Decoded]:
         """Yield the changes, one group of tensors at a time, without a Python step for each tensor.
 
-        Memory is bounded for any file: at most 64 bytes per byte of the file and 16 per element of the model.
-        The yielded changes take 10 of these 16 (position 8, ULPs 2); decoding takes the rest while it runs.
+        Even for a hostile file, this allocates at most 64 bytes per byte of the file and 16 bytes per element
+        of the model. A yielded change takes 10 of the 16 bytes: its position takes 8, its ULPs take 2.
 
         Args:
             shapes: Shapes of the model's tensors. A file with other shapes is refused before decoding.
@@ -123,7 +123,7 @@ class Delta:
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
 
     def _read_table(self, text: str) -> None:
-        """Read and check the table: no group may go on after `GROUP_ELEMENTS` elements."""
+        """Read and check the table of tensors."""
         table = sorted(_TABLE.validate_json(text, strict=True), key=itemgetter(3))
         names, shapes, changes, group = zip(*table, strict=True) if table else ((), (), (), ())
         numels = [*map(math.prod, shapes)]
@@ -134,13 +134,13 @@ class Delta:
             raise CodecError("a tensor is listed twice")
         starts = np.searchsorted(group, np.arange(len(self.groups) + 1))
         if starts[-1] != len(names) or (np.diff(starts) == 0).any():
-            raise CodecError(f"it has {len(self.groups)} groups, but its tensors name other groups")
+            raise CodecError(f"its tensors must name each of its {len(self.groups)} groups, and no others")
         self._names, self._shapes, self._starts = names, shapes, starts.tolist()
         self._rows = np.array([numels, changes, group], np.int64)
-        before = self._rows[0].cumsum() - self._rows[0]
-        before -= before[starts[self._rows[2]]]
+        before = self._rows[0].cumsum() - self._rows[0]  # elements before each tensor, in all groups
+        before -= before[starts[self._rows[2]]]  # elements before each tensor, in its group
         for wrong in np.flatnonzero(before >= groups.GROUP_ELEMENTS)[:1]:
-            raise CodecError(f"group {group[wrong]} continues after {before[wrong]} elements")
+            raise CodecError(f"group {group[wrong]} must end at {before[wrong]} elements")
 
 
 def header_size(path: Path) -> int:
@@ -196,11 +196,13 @@ def encode(
 
 
 def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHOLE) -> Iterable[Decoded]:
-    """Decode consecutive deltas, or parts of one delta, as one. `old` gives the bits at the first base.
+    """Decode consecutive deltas, or the parts of one delta (one file from each rank), as one delta.
 
-    `share`: which groups of the parts to decode. Of consecutive deltas, all groups are decoded.
+    `old` returns a tensor's bits at the base of the first delta. `share` says which groups of the parts to
+    decode. Of consecutive deltas, all groups are always decoded.
     """
     if len({delta.version for delta in deltas}) == 1:
+        # The shares rotate from part to part. Otherwise share 0 would get all parts that have a single group.
         first, every = share
         shares = (((first - at) % every, every) for at in range(len(deltas)))
         parts = zip(deltas, shares, strict=True)

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from delta_weight_sync.util import kernel
 
 LANES = 64
-BANDS = 8
+BANDS = 8  # ranges of exponents, see `positions`
 _WORD = ir.IntType(64)
 _INDEX = ir.IntType(32)
 _BLOCK = ir.VectorType(ir.IntType(16), LANES)

@@ -52,7 +52,7 @@ _CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # smallest size in each class but 
 
 
 def count_ulps(patch: Patch) -> NDArray[np.int64]:
-    """Count the changes of a patch in each of `ULP_CLASSES`. Changes of sign count in the last classes."""
+    """Count the changes of a patch in each of `ULP_CLASSES`. Changes of the sign have some 2^15 ULPs."""
     distance = np.abs(patch.ulps.view(np.int16).astype(np.int32))
     return np.bincount(np.searchsorted(_CLASS_STARTS, distance, side="right"), minlength=len(ULP_CLASSES))
 
@@ -81,13 +81,17 @@ def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
 
 
 def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
-    """Find the differences of many tensors, without a Python step for each.
+    """Find the differences of many tensors, without a Python step for each tensor.
 
-    `tensors`, int64 [n, 4]: addresses of the old bits and of the new values, both contiguous; bytes of a new
-    value (2: bf16; 4: float32, rounded as by `nearest`); number of values. `threads`: 0 for `util.THREADS`.
+    Args:
+        tensors: int64 [n, 4]. A row has the address of a tensor's old bits, the address of its new values,
+            the bytes of a new value (2: bf16; 4: float32, rounded as by `nearest`), and the number of values.
+            Old bits and new values are contiguous.
+        threads: Number of threads; 0 for `util.THREADS`.
 
-    Returns int64 [2, n]: each tensor's number of changes, and its number of changes to NaN or infinity; then
-    `index` and `ulps`, as in a `Patch`, of one tensor after the other.
+    Returns:
+        Counts, int64 [2, n]: each tensor's changes, and its changes to NaN or infinity. Then `index` and
+        `ulps` of all changes, as in a `Patch`, one tensor after the other.
     """
     number = np.arange(len(tensors))
     pieces = cut(np.stack([number, 0 * number, tensors[:, 3]], 1), _CHUNK)
@@ -113,13 +117,13 @@ def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
 
 
 def cut(parts: Table, size: int) -> Table:
-    """Cut each part (row of int64 [p, 3]: tensor, start, length) into parts of at most `size`."""
-    pieces = -(-parts[:, 2] // size)
-    cuts = np.repeat(parts, pieces, axis=0)
-    offset = (np.arange(len(cuts)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
-    cuts[:, 1] += offset
-    cuts[:, 2] = np.minimum(size, cuts[:, 2] - offset)
-    return cuts
+    """Cut each part (row of int64 [p, 3]: tensor, start, length) into pieces of at most `size`."""
+    counts = -(-parts[:, 2] // size)
+    pieces = np.repeat(parts, counts, axis=0)
+    offset = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+    pieces[:, 1] += offset
+    pieces[:, 2] = np.minimum(size, pieces[:, 2] - offset)
+    return pieces
 
 
 def join(parts: Sequence[NDArray[Number]], dtype: type[Number]) -> NDArray[Number]:
@@ -142,7 +146,7 @@ def inverse(patch: Patch) -> Patch:
 
 
 def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
-    """Merge the patches `first` and the later ones `second` into one per tensor. Drop changes that cancel."""
+    """Merge patches `first` and later patches `second`: one patch per tensor, without changes that cancel."""
     merged = {p.name: p for p in first}
     for later in second:
         name, shape = later.name, later.shape

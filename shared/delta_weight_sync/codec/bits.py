@@ -3,9 +3,11 @@
 `docs/wire-format.md` describes both codes. A stream is little-endian 64-bit words, filled from the lowest
 bit. For distances between independent events, a Rice code is within 3 % of the entropy.
 
-A *band* is a sequence of items; some items are events (changes, or large changes). A band is coded as *runs*:
-a run is the number of items between two events. Readers step through up to eight bands in parallel. If more
-than half of a band's items are events, the band is `flipped`: the other items are coded like events.
+A *band* is a sequence of items, some of which are marked. Either the items are weights, and the changed
+weights are marked; or the items are changes, and the large changes are marked. The *events* of a band are the
+marked items. But if more than half of the items are marked, the band is `flipped`, and its events are the
+items that are not marked. A *run* is the number of items between two events. The coded runs of a band are a
+*section* of a stream. Readers step through up to eight bands in parallel.
 """
 
 import math
@@ -21,29 +23,31 @@ from delta_weight_sync.errors import CodecError
 from delta_weight_sync.util import kernel
 
 MAX_K = 40
-# The best Rice parameter k is the smallest with p ** 2**k <= exp(HALFWAY), where p is the probability that an
-# item is no event (Gallager and Van Voorhis, 1975).
-HALFWAY = math.log((math.sqrt(5) - 1) / 2)
+# The best Rice parameter k is the smallest with p ** 2**k <= exp(LOG_LIMIT), where p is the probability that
+# an item is no event (Gallager and Van Voorhis, 1975).
+LOG_LIMIT = math.log((math.sqrt(5) - 1) / 2)
 MAX_GOLOMB = 14
 FAR = 1 << 62  # a run longer than any sequence: no further event follows
 _PART = 4096  # a flipped band is read this many items at a time
-REMAINDER, QUOTIENT, END, K, LEFT, RUN, FLIPPED = range(7)  # rows of a reader's state
+# Rows of a reader's state: bit of the next remainder, bit of the next quotient, bit after the section; k;
+# number of runs not read yet, number of items before the next event, whether the band is flipped.
+REMAINDER, QUOTIENT, END, K, LEFT, RUN, FLIPPED = range(7)
 Words = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 State = NDArray[np.int64]
 
 
 def rice_k(numbers: Numbers) -> tuple[int, int]:
-    """Return (k, bits): the best k for runs between independent events, and the section's length in bits."""
+    """Return (k, bits): the best k for runs between independent events, and the length of their section."""
     total, k = int(numbers.sum()), 0
     if total > 0:
-        k = min(max(math.ceil(math.log2(-HALFWAY / math.log1p(numbers.size / total))), 0), MAX_K)
+        k = min(max(math.ceil(math.log2(-LOG_LIMIT / math.log1p(numbers.size / total))), 0), MAX_K)
     return k, numbers.size * (k + 1) + int((numbers >> k).sum())
 
 
 @kernel
 def put_rice(numbers: Numbers, k: int, words: Words, at: int) -> int:
-    """Write a Rice section at bit `at` of zeroed `words`; return the bit after the section."""
+    """Write a section (all remainders, then all quotients) at bit `at` of zeroed `words`; return its end."""
     _put_remainders(numbers, k, words, at)
     at += k * numbers.size
     place, word = at >> 6, words[at >> 6]
@@ -76,7 +80,7 @@ def _put_remainders(numbers: Numbers, k: int, words: Words, at: int) -> None:
 def _peek(words: Words, at: int) -> np.uint64:
     """Return 64 bits from bit `at` on. The word that holds bit `at` and the next word must exist."""
     number, shift = np.uint64(at) >> np.uint64(6), np.uint64(at) & np.uint64(63)
-    after = words[number + np.uint64(1)] << np.uint64(1)
+    after = words[number + np.uint64(1)] << np.uint64(1)  # two shifts, because a shift by 64 is undefined
     return words[number] >> shift | after << (np.uint64(63) - shift)
 
 
@@ -146,7 +150,7 @@ def _put(value: np.uint64, bits: int, words: Words, at: int) -> int:
 
 
 def to_words(stream: NDArray[np.uint8]) -> Words:
-    """The stream's bytes as words, with at least two words of zeros after them."""
+    """The stream's bytes as words, then at least two words of zeros, because readers look ahead."""
     words = np.zeros(stream.size // 8 + 3, np.uint64)
     words.view(np.uint8)[: stream.size] = stream
     return words
@@ -158,7 +162,7 @@ def to_bytes(words: Words, bits: int) -> NDArray[np.uint8]:
 
 
 class Section(NamedTuple):
-    """One band of a stream: `events` runs, as Rice codes with parameter `k` in `bits` bits."""
+    """The coded runs of one band: one run per event, as Rice codes with parameter `k`, in `bits` bits."""
 
     events: int
     k: int
@@ -167,11 +171,11 @@ class Section(NamedTuple):
 
 
 def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
-    """Encode bands. `bands[b]`: the run before each event of band b; `totals[b]`: number of its items."""
+    """Encode bands. `bands[b]`: items before each marked item of band b; `totals[b]`: number of its items."""
     sections, coded = list[Section](), list[Numbers]()
     for runs, total in zip(bands, totals, strict=True):
         flip = 2 * runs.size > total
-        coded.append(_others(runs, total) if flip else runs)
+        coded.append(_flipped(runs, total) if flip else runs)
         k, bits = rice_k(coded[-1])
         sections.append(Section(coded[-1].size, k, flip, bits))
     words, at = np.zeros(sum(section.bits for section in sections) // 64 + 2, np.uint64), 0
@@ -192,7 +196,8 @@ def open_runs(
     for band, (events, k, flipped, bits) in enumerate(sections):
         if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
             raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
-        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # -1: event before item 0
+        # RUN is -1, as if an event preceded item 0. So `walk` over 0 items reads the first event's run.
+        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)
         if walk(words, state, band, 0, np.empty(1, np.int64)) < 0:
             raise CodecError(f"the section of {what} is damaged")
         at += bits
@@ -234,21 +239,21 @@ def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int
 
 @kernel
 def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
-    """Like `walk`, for a single band, which may be flipped."""
+    """Like `walk`, for a single band; but writes the positions of the marked items, even if it is flipped."""
     if not state[FLIPPED, 0]:
         return walk(words, state, 0, numel, index)
-    others, found = np.empty(_PART, np.int64), 0
+    unmarked, found = np.empty(_PART, np.int64), 0
     for start in range(0, numel, _PART):
         size = min(_PART, numel - start)
-        coded, at = walk(words, state, 0, size, others), 0
-        if coded < 0 or found + size - coded > index.size:
+        events, at = walk(words, state, 0, size, unmarked), 0
+        if events < 0 or found + size - events > index.size:
             return -1
-        for j in range(coded + 1):
-            end = others[j] if j < coded else size
-            for event in range(at, end):
-                index[found + event - j] = start + event
+        for j in range(events + 1):
+            end = unmarked[j] if j < events else size
+            for marked in range(at, end):
+                index[found + marked - j] = start + marked
             at = end + 1
-        found += size - coded
+        found += size - events
     return found
 
 
@@ -265,7 +270,7 @@ def runs_before(events: Numbers) -> Numbers:
     return runs
 
 
-def _others(runs: Numbers, total: int) -> Numbers:
-    """Return, for each item that is not an event, the number of events directly before that item."""
-    events = np.cumsum(runs + 1) - 1
-    return runs_before(np.delete(np.arange(total), events))
+def _flipped(runs: Numbers, total: int) -> Numbers:
+    """Return the runs of a flipped band: how many marked items directly precede each unmarked item."""
+    marked = np.cumsum(runs + 1) - 1
+    return runs_before(np.delete(np.arange(total), marked))

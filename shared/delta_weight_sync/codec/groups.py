@@ -29,7 +29,7 @@ Old = Callable[[str], Bits]
 Bytes = NDArray[np.uint8]
 Streams = dict[str, Bytes]
 Item = TypeVar("Item")
-Many = Annotated[tuple[Item, ...], FailFast()]  # stops at the first bad item: there may be a million
+Many = Annotated[tuple[Item, ...], FailFast()]  # validation stops at the first of a million bad items
 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
 _FEW = 64  # a tensor with fewer changes is coded in mode `gaps` or `bands`, see `encode_jobs`
@@ -40,13 +40,12 @@ _ZSTD_LEVEL = 1
 
 
 class Layout(NamedTuple):
-    """A mode: its description (`words`), the lengths of `limits`, `gaps`, `large` and `sizes` in a `Group`
-    (`rows`), the mode's streams, and whether it reads old bits."""
+    """The properties of a mode."""
 
-    words: str
-    rows: tuple[int, int, int, int]
+    words: str  # the mode's description
+    rows: tuple[int, int, int, int]  # lengths of `limits`, `gaps`, `large` and `sizes` in a `Group`
     streams: tuple[str, ...]
-    reads_old: bool = False
+    reads_old: bool = False  # whether encoding and decoding need the old bits
 
 
 _VALUES = ("signs", "large", "sizes")
@@ -129,16 +128,16 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
 
 
 def decode_group(
-    group: Group, names: Sequence[str], sizes: Index, streams: Streams, olds: Sequence[Bits]
+    group: Group, names: Sequence[str], counts: Index, streams: Streams, olds: Sequence[Bits]
 ) -> Decoded:
     """Return the changes of a group.
 
-    `sizes`, int64 [2, n]: elements and changes of each tensor. `olds`: from `read_old`.
+    `counts`, int64 [2, n]: number of elements and number of changes of each tensor. `olds`: from `read_old`.
     """
     lengths = tuple(len(each) for each in (group.limits, group.gaps, group.large, group.sizes))
     if lengths != (expected := LAYOUTS[group.mode].rows):  # the kernels rely on these lengths
         raise CodecError(f"the lists of a group of mode {group.mode} have {lengths} items, not {expected}")
-    total, changes = sizes.sum(1).tolist()
+    total, changes = counts.sum(1).tolist()
     if group.mode in ("dense", "raw"):
         content = _decode_all(group.mode, total, streams, olds)
         index = np.flatnonzero(content)
@@ -146,10 +145,10 @@ def decode_group(
     else:
         index, band_of = _positions(group, total, changes, streams, olds)
         ulps = _decode_values(group, streams, band_of)
-    if (wrong := _move(index, *sizes)) >= 0:
-        listed = f"{sizes[1, wrong]} changes that its table of tensors lists"
+    if (wrong := _move(index, *counts)) >= 0:
+        listed = f"{counts[1, wrong]} changes that its table of tensors lists"
         raise CodecError(f"{names[wrong]}: the streams of its group do not hold the {listed}")
-    return Decoded(names, sizes[1], index, ulps)
+    return Decoded(names, counts[1], index, ulps)
 
 
 def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
@@ -224,6 +223,7 @@ def _move(index: Index, numels: Index, changes: Index) -> int:
 
 def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any], Streams]:
     """Code `ulps` [n], of changes in the bands `band_of` [n]. Return fields of `Group`, and the streams."""
+    # Here the items of a band are changes, and the large changes are marked.
     at = np.flatnonzero((ulps != _UP) & (ulps != _DOWN))
     if bands > 1:
         runs, changes, _ = positions.band_runs([_as_weights(band_of)], [at], _BY_BAND)
@@ -255,7 +255,7 @@ def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
     ulps = np.unpackbits(streams["signs"], count=band_of.size, bitorder="little").astype(np.uint16)
     ulps *= np.uint16(65534)  # times -2, plus 1: the bits 0 and 1 become 1 and -1 ULP; see `_enlarge`
     ulps += np.uint16(1)
-    large = np.empty(min(ulps.size, at), np.int64)
+    large = np.empty(min(ulps.size, at), np.int64)  # each size takes at least one of the `at` bits
     bands = np.zeros(large.size, np.uint8)
     if len(group.large) > 1:
         found = positions.band_walk(words, state, _as_weights(band_of), _BY_BAND, large, bands)
@@ -265,7 +265,7 @@ def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
     if found < 0 or not _enlarge(size_words, sizes, large[:found], bands, ulps):
         raise CodecError("the sizes of the large changes are damaged")
     if not bits.finished(state) or (sizes[0] != sizes[1]).any():
-        raise CodecError("the stream of sizes is longer than the changes need")
+        raise CodecError("the streams of large changes or of their sizes are longer than the changes need")
     return ulps
 
 
@@ -334,7 +334,7 @@ def _smallest(modes: Sequence[Mode], patch: Patch, old: Old) -> Mode:
 def _other_modes(patch: Patch) -> list[Mode]:
     """Return those of the modes `mask`, `dense` and `raw` that may need the fewest bytes for a tensor."""
     if patch.index.size < _FEW:
-        return []  # another mode would save less than another group's description takes
+        return []  # another mode needs a group of its own, whose description takes more than the mode saves
     density = patch.index.size / patch.numel
     adjacent = int((np.diff(patch.index) == 1).sum())  # changes whose preceding element changed, too
     share = adjacent / patch.index.size
@@ -349,6 +349,7 @@ def _other_modes(patch: Patch) -> list[Mode]:
 def read_old(mode: Mode, names: Iterable[str], old: Old) -> dict[str, Bits]:
     """Return the old bits that `mode` needs, read in the order of `names`.
 
-    `old` is called in this thread, because it may take a lock, or ask vLLM's other workers in a fixed order.
+    Call this in the caller's thread, not in a thread of `in_order`: `old` may take a lock, or exchange bits
+    with vLLM's other workers, which must all ask for the tensors in the same order.
     """
     return {name: old(name) for name in names} if LAYOUTS[mode].reads_old else {}

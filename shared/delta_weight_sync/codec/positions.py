@@ -4,8 +4,9 @@ With one band, a run counts all weights since the last change. With eight bands,
 run counts only weights of the same band, so a reader needs the old weights. Eight bands take fewer bytes,
 because the rates of changes, and of large changes (more than one ULP), differ by band.
 
-Writer and reader both sort a chunk of weights into bands. Then the writer finds the rank of each change in
-the change's band, and the reader finds the position that belongs to each rank.
+Writer and reader both sort a chunk of weights into bands. A weight's *rank* is the number of weights of the
+same band that precede the weight in the chunk. The writer finds the rank of each change, and the reader finds
+the position that belongs to each rank.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from delta_weight_sync.codec._lanes import BANDS, LANES, at_most, lowest, ones, select, split
 from delta_weight_sync.codec._patch import Bits, Index, Patch
-from delta_weight_sync.codec.bits import FLIPPED, HALFWAY, State, Words, walk
+from delta_weight_sync.codec.bits import FLIPPED, LOG_LIMIT, State, Words, walk
 from delta_weight_sync.util import kernel
 
 Band = NDArray[np.uint8]
@@ -55,7 +56,7 @@ def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
     sampled = weights, changes, changes[(amounts != 1) & (amounts != -1)]
     counts = np.array([np.bincount(bits >> 7 & 0xFF, minlength=256) for bits in sampled], np.float64)
     counts *= [[weight_step], [change_step], [change_step]]
-    counts[0] = np.maximum(counts[0], counts[1])
+    counts[0] = np.maximum(counts[0], counts[1])  # the sample of weights may miss rare exponents
     firsts = np.flatnonzero(counts[0])
     bands = counts[:, firsts]
     while firsts.size > BANDS:
@@ -69,12 +70,12 @@ def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
 @kernel
 def _bits(bands: Floats) -> Floats:
     """Return each band's expected bits. `bands`, [3, n]: numbers of weights, changes and large changes."""
-    items, events = bands[:2], bands[1:]
-    rare = np.minimum(events, items - events)
-    other = 1 - np.maximum(rare, _NONE) / np.maximum(items, 1)  # the probability that an item is no event
-    k = np.maximum(np.ceil(np.log2(HALFWAY / np.log(other))), 0)
+    items, marked = bands[:2], bands[1:]
+    events = np.minimum(marked, items - marked)
+    other = 1 - np.maximum(events, _NONE) / np.maximum(items, 1)  # the probability that an item is no event
+    k = np.maximum(np.ceil(np.log2(LOG_LIMIT / np.log(other))), 0)
     longer = other**2**k  # the probability that a run has 2^k items or more
-    return (rare * (k + 1 + longer / (1 - longer))).sum(0)
+    return (events * (k + 1 + longer / (1 - longer))).sum(0)
 
 
 @kernel
@@ -188,7 +189,7 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
     masks, before, totals = chunk
     marked[:] = 0
     for band in range(BANDS):
-        if state[FLIPPED, band]:
+        if state[FLIPPED, band]:  # mark the whole band; the loop below removes the marks of the events
             marked ^= masks[:, band]
         count = walk(words, state, band, totals[band], ranks)
         if count < 0:

@@ -1,11 +1,12 @@
-"""Finds the changes of all parameters on one GPU, in a few launches and at most three waits of the host.
+"""Finds the changes of all parameters on one GPU, in a few launches. The host waits at most three times.
 
-Each kernel program compares one tile: the elements of one digest block (4096) in one contiguous stretch.
-Kernels read absolute addresses, and read a mirror in pinned host memory over the bus. They write two tables:
+A tile is the part of a digest block (4096 elements) that lies in one contiguous stretch of a parameter. Each
+program of the kernels `find` and `keep` handles one tile. Kernels get addresses, so a mirror may also be in
+pinned host memory, which the GPU reads over the bus. `find` writes two tables:
 
     book    int64 [66 + tiles]. [0]: number of changes. [1]: number of changes to NaN or infinity. [2:66]:
-            summands of the change of the digest. [66 + tile]: `place * 8192 + count`; the tile's `count`
-            changes begin at `found[place]`.
+            64 numbers whose sum is the change of the digest. [66 + tile]: `place * 8192 + count`; the tile's
+            `count` changes begin at `found[place]`.
     found   int32 [capacity]: `position in the tile << 16 | ulps`, in ascending order within each tile
 """
 
@@ -27,7 +28,7 @@ from delta_weight_sync.gpu import inner, launch, outer, read
 from delta_weight_sync.publish.mirror import Part
 from delta_weight_sync.util import in_parts, kernel
 
-COUNTS = 8192  # exceeds the number of changes in a tile
+COUNTS = 8192  # the factor of `place` in `book`; a tile has fewer changes
 TILE = tl.constexpr(BLOCK)
 COLUMNS = tl.constexpr(6)  # of `entries`: addresses of parameter and mirror, start, stop, seed, first tile
 _CELLS = tl.constexpr(64)  # cells of `book` for the digest: many, so that atomic additions rarely collide
@@ -64,7 +65,7 @@ def _read(
 @triton.jit(do_not_specialize=["capacity"])
 def find(
     entries: tl.tensor,
-    owners: tl.tensor,
+    row_of: tl.tensor,
     which: tl.tensor,
     factors: tl.tensor,
     nans: tl.tensor,
@@ -77,7 +78,7 @@ def find(
     """Compare the tiles `which` with the mirror. Changes for which `found` has no room are only counted.
     `kind`: the parameters' type, int16 for bf16. `nans`: int16 [1], the bits of a NaN after torch's cast."""
     tile = tl.load(which + tl.program_id(0))
-    entry = entries + tl.load(owners + tile).to(tl.int64) * COLUMNS
+    entry = entries + tl.load(row_of + tile).to(tl.int64) * COLUMNS
     start, stop = tl.load(entry + 2), tl.load(entry + 3)
     block = start // TILE + (tile - tl.load(entry + 5))
     first, lane = block * TILE, tl.arange(0, TILE)
@@ -104,17 +105,18 @@ def find(
 
 
 @triton.jit
-def keep(entries: tl.tensor, owners: tl.tensor, book: tl.tensor, found: tl.tensor) -> None:
+def keep(entries: tl.tensor, row_of: tl.tensor, book: tl.tensor, found: tl.tensor) -> None:
     """Write the changes in `found` into the mirror. Each program handles one tile."""
     tile = tl.program_id(0)
     note = tl.load(book + TOTALS + tile)
     lane = tl.arange(0, TILE)
     there = lane < note % _COUNTS
     change = tl.load(found + note // _COUNTS + lane, mask=there, other=0)
-    entry = entries + tl.load(owners + tile).to(tl.int64) * COLUMNS
+    entry = entries + tl.load(row_of + tile).to(tl.int64) * COLUMNS
     block = tl.load(entry + 2) // TILE + (tile - tl.load(entry + 5))
     memory = tl.load(entry + 1).to(tl.pointer_type(tl.int16)) + block * TILE + (change >> 16)
     old = tl.load(memory, mask=there, other=0)
+    # The cast to int16 drops the upper half of `change`, which is the position.
     tl.store(memory, (old.to(tl.int32) + change).to(tl.int16), mask=there)
 
 
@@ -154,8 +156,9 @@ class _Tiles:
     """The tiles of all tensors that are compared together on one device: the kernels' input, and what the
     host needs to read their output.
 
-    `key`: identifies the tensors and their addresses. `count`: number of tiles. `blocks`, int64 [count]: as
-    in `unpack`. `ends`, int64 [tensors]: index after each tensor's last tile. `room`: capacity of `found`.
+    `key`: identifies the tensors and their addresses. `count`: number of tiles. `row_of`, int32 [count]: the
+    row of each tile in `entries`. `blocks`, int64 [count]: as in `unpack`. `ends`, int64 [tensors]: index
+    after each tensor's last tile. `room`: capacity of `found`.
     """
 
     def __init__(self, key: Key, parts: Sequence[Part], mirrors: Mirrors, device: torch.device) -> None:
@@ -164,17 +167,17 @@ class _Tiles:
         start, stop = table[:, 2], table[:, 3]
         tiles = np.where(stop > start, -(-stop // BLOCK) - start // BLOCK, 0)
         first = np.cumsum(tiles) - tiles
-        owner = np.repeat(np.arange(len(table), dtype=np.int32), tiles)
-        self.key, self.device, self.count = key, device, owner.size
-        self.blocks: Index = (start // BLOCK - first)[owner] + np.arange(self.count)
+        row_of = np.repeat(np.arange(len(table), dtype=np.int32), tiles)
+        self.key, self.device, self.count = key, device, row_of.size
+        self.blocks: Index = (start // BLOCK - first)[row_of] + np.arange(self.count)
         of_tensor = np.repeat(np.arange(len(parts)), [len(part) for part in rows])
         self.ends: Index = np.cumsum(np.bincount(of_tensor, tiles, len(parts)).astype(np.int64))
         self.entries = torch.from_numpy(np.column_stack([table, first])).to(device)
-        self.owners = torch.from_numpy(owner).to(device)
+        self.row_of = torch.from_numpy(row_of).to(device)
         dtypes = np.array([list(KINDS).index(part.tensor.dtype) for part in parts], np.int64)
-        first, aligned = self.blocks * BLOCK, (table[:, :2] % _ALIGNED == 0).all(1)[owner]
-        whole = aligned & (first >= start[owner]) & (first + BLOCK <= stop[owner])
-        classes = dtypes[of_tensor][owner] * 2 + whole
+        position, aligned = self.blocks * BLOCK, (table[:, :2] % _ALIGNED == 0).all(1)[row_of]
+        whole = aligned & (position >= start[row_of]) & (position + BLOCK <= stop[row_of])
+        classes = dtypes[of_tensor][row_of] * 2 + whole
         # Each launch: the tensors' dtype, whether its tiles are full and aligned, the tiles' numbers (int32).
         self.launches = [
             (list(KINDS)[number // 2], number % 2 == 1, torch.from_numpy(which.astype(np.int32)).to(device))
@@ -195,7 +198,8 @@ def _entries(part: Part, mirror: torch.Tensor) -> Index:
     whole parameter; the part's tensor holds only these stretches, one after the other.
     """
     starts, length = part.block.stretches()
-    before = length * np.arange(len(starts)) - starts  # from the tensor's start to where element 0 would be
+    # Stretch k begins at element `length * k` of the tensor. Element 0 would be `starts[k]` elements earlier.
+    before = length * np.arange(len(starts)) - starts
     rows = np.empty((len(starts), 5), np.int64)
     rows[:, 0] = part.tensor.data_ptr() + before * part.tensor.element_size()
     rows[:, 1] = mirror.data_ptr()
@@ -224,26 +228,26 @@ class DeviceDiff:
         # `read` uses a stream that waits for the last write to mirrors, but not for training's later work.
         self._reads = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._written: torch.cuda.Event | None = None
-        self._tables: dict[str, _Tiles] = {}  # by the name of the first tensor
+        self._tables: dict[str, _Tiles] = {}  # first tensor of a comparison -> table of all its tensors
 
     def find(self, parts: Sequence[Part], mirrors: Mirrors) -> Changes:
         """Find the changes of parts of any float dtype and layout. Leave the mirrors unchanged."""
         readable = [_readable(part) for part in parts]  # keeps copies alive until they are compared
         with torch.accelerator.device_index(self._device.index):
             tiles = self._table(readable, mirrors)
-            book, found, notes = self._compare(tiles)
-            if notes[0] > found.numel():
-                tiles.make_room(notes[0])
-                book, found, notes = self._compare(tiles)
-            tiles.make_room(notes[0])
-            packed = read(found[: notes[0]]).numpy()
-        index, ulps = np.empty(notes[0], np.int64), np.empty(notes[0], np.uint16)
-        counted = notes[TOTALS.value :]
-        upto = np.concatenate([[0], np.cumsum(counted % COUNTS)])
+            book, found, cells = self._compare(tiles)
+            if cells[0] > found.numel():
+                tiles.make_room(cells[0])
+                book, found, cells = self._compare(tiles)
+            tiles.make_room(cells[0])
+            packed = read(found[: cells[0]]).numpy()
+        index, ulps = np.empty(cells[0], np.int64), np.empty(cells[0], np.uint16)
+        notes = cells[TOTALS.value :]
+        upto = np.concatenate([[0], np.cumsum(notes % COUNTS)])
 
         def fill(some: slice) -> None:
             its = slice(upto[some.start], upto[some.stop])
-            unpack(counted[some], packed, tiles.blocks[some], index[its], ulps[its])
+            unpack(notes[some], packed, tiles.blocks[some], index[its], ulps[its])
 
         in_parts(fill, tiles.count, 1)
         ends = upto[np.concatenate([[0], tiles.ends])].tolist()
@@ -251,13 +255,13 @@ class DeviceDiff:
             Patch(part.name, part.block.shape, index[a:b], ulps[a:b])
             for part, (a, b) in zip(parts, itertools.pairwise(ends), strict=True)
         ]
-        return Changes(patches, int(notes[1]), int(notes[2 : TOTALS.value].sum()), tiles, book, found)
+        return Changes(patches, int(cells[1]), int(cells[2 : TOTALS.value].sum()), tiles, book, found)
 
     def keep(self, changes: Changes) -> None:
         """Write the changes into mirrors in device memory, without waiting for the device."""
         tiles = changes.tiles
         with torch.accelerator.device_index(self._device.index):
-            launch(keep, tiles.count, tiles.entries, tiles.owners, changes.book, changes.found)
+            launch(keep, tiles.count, tiles.entries, tiles.row_of, changes.book, changes.found)
         if self._reads:
             self._written = torch.cuda.current_stream(self._device).record_event()
 
@@ -298,7 +302,7 @@ class DeviceDiff:
         book = torch.zeros(TOTALS.value + tiles.count, dtype=torch.int64, device=self._device)
         found = torch.empty(tiles.room, dtype=torch.int32, device=self._device)
         for dtype, whole, which in tiles.launches:
-            given = tiles.entries, tiles.owners, which, inner(self._device), _nan(dtype, self._device)
+            given = tiles.entries, tiles.row_of, which, inner(self._device), _nan(dtype, self._device)
             launch(find, which.numel(), *given, book, found, tiles.room, kind=KINDS[dtype], whole=whole)
         return book, found, read(book).numpy()
 

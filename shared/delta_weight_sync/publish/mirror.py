@@ -1,6 +1,6 @@
 """The mirror: a bf16 copy of the weights of the newest sync, and the diff of live parameters against it.
 
-A `Search` finds changes. It only reads, so other threads may read the mirror meanwhile. `Mirror.keep` then
+A `Search` finds changes and writes none, so other threads may read the mirror meanwhile. `Mirror.keep` then
 writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", faster) or in
 pinned host memory ("host"), which the GPU reads over the bus. Only changed elements leave the GPU.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # `_gpu` needs Triton, which only a GPU build of torch instal
 
 Place = Literal["host", "device"]
 _TAKEN = 1 << 18  # one job of a thread applies about this many changes
-_HELD = 1 << 30  # bytes of temporary tensors (gathered, merged) that may wait to be compared
+_HELD = 1 << 30  # bytes of copies, such as gathered tensors, that may wait to be compared
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Block:
 
     def stretches(self) -> tuple[Index, int]:
         """Return where in the parameter the box's contiguous stretches begin, int64 [n], and their length."""
+        # All dimensions after `outer` are whole, so a stretch spans `outer` and these dimensions.
         rest = range(1, len(self.shape) + 1)
         outer = next((d for d in rest if self.extent[d:] == self.shape[d:]), 1) - 1
         length = math.prod(self.extent[outer:])
@@ -135,7 +136,7 @@ class Mirror:
             if new.dtype not in (torch.float32, torch.bfloat16):
                 new = new.float()
             new = new.contiguous()
-            kept.append((old, new))
+            kept.append((old, new))  # these may be copies, of which `compare` gets only the addresses
             rows.append((old.data_ptr(), new.data_ptr(), new.element_size(), new.numel()))
         (counts, bad), index, ulps = codec.compare(np.array(rows, np.int64), _threads())
         for number in np.flatnonzero(bad) if self._finite else ():
@@ -167,7 +168,7 @@ class Mirror:
                     codec.apply(patch, self.bits(patch.name))
 
     def take(self, patches: Iterable[Patch]) -> None:
-        """Apply patches that this host or other ranks found."""
+        """Apply patches that `find_on_host` or other ranks found."""
         on_host, on_device = list[Patch](), dict[torch.device, list[Patch]]()
         for patch in filter(lambda patch: patch.index.size, patches):
             bits = self._bits[patch.name]
@@ -217,7 +218,7 @@ class Mirror:
 class Search:
     """Collects parts, of any float dtype, and finds their changes.
 
-    `found` compares all waiting parts together. So does `add`, if the copies among them exceed a gigabyte.
+    `found` compares all waiting parts together. `add` does so if the copies among these parts exceed 1 GB.
     """
 
     def __init__(self, mirror: Mirror) -> None:
@@ -227,6 +228,7 @@ class Search:
     def add(self, part: Part) -> None:
         """Add a part, and keep its tensor until the part is compared."""
         self._waiting.append(part)
+        # A tensor that is not `direct` is converted before the comparison, to at most 4 bytes per element.
         direct = part.tensor.dtype in (torch.float32, torch.bfloat16) and part.tensor.is_contiguous()
         self._held += 0 if part.lasting and direct else 4 * part.tensor.numel()
         if self._held > _HELD:

@@ -1,12 +1,14 @@
 """Finds what each sync (a hand-over of weights) changed, and publishes the changes in the background.
 
-If a version is published whole, as an anchor, the trainer waits until it is uploaded. For other versions, the
-trainer waits only for the diff; a background thread encodes and uploads, and tries again if the bucket fails.
-Meanwhile later syncs are merged into one pending update. At all times
+Version 0 is published whole, as an anchor. If a trainer starts and finds the newest version damaged, the next
+version is published whole, too. The trainer waits until such an anchor is uploaded. For other versions, the
+trainer waits only for the diff. A background thread then encodes and uploads, and tries again if the bucket
+fails. Meanwhile later syncs are merged into one pending update. At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
-So no change is lost. The encoder gets a tensor's published bits by undoing these updates in a copy.
+So no change is lost. To get a tensor's published bits for the encoder, the outbox copies the tensor from the
+mirror, and undoes the update in flight and the pending updates in the copy.
 
 Each rank has an outbox for the tensors that it owns. The outboxes publish in step: the same syncs become the
 same update on all ranks. Each outbox stores its part of the delta; then rank 0 publishes the manifest.
@@ -46,14 +48,15 @@ from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 Untrained = Callable[[Shapes, Iterable[str], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
 Kind = TypeVar("Kind")
 _FILE_BYTES = 5_000_000_000  # limit of bytes of an anchor's file; a larger tensor has a file of its own
-_CLOSING_S = 60.0
+_CLOSING_S = 60.0  # seconds that a rank waits for its background thread, which may wait for other ranks
 _RETRY_S = 2.0
 _REMIND_S = 60.0  # seconds between two warnings that a version has not reached the bucket
 _log = logging.getLogger("delta_weight_sync")
 
 
 class RepeatedSyncs:
-    """The syncs that a trainer repeats. The bucket has their weights, so they are not published again."""
+    """Syncs that a trainer repeats, for example the syncs after the state from which the trainer resumed.
+    The bucket has the weights of these syncs, so they are not published again."""
 
     def __init__(self, published: Mapping[int, str]) -> None:
         """`published`: sync -> digest, for each version that an exact repetition makes again."""
@@ -61,7 +64,8 @@ class RepeatedSyncs:
         self.newest = min(published, default=0)  # the newest sync that was repeated exactly
 
     def holds_back(self, sync: int, digest: str) -> bool:
-        """Whether the bucket has this sync, perhaps merged into a later one. Once a sync differs, False."""
+        """Whether the bucket has this sync, perhaps merged into a later one. After a sync with another digest
+        than published, always False."""
         if sync > max(self._published, default=-1) or self._published.get(sync, digest) != digest:
             self._published = {}
             return False
@@ -96,8 +100,8 @@ class Outbox:
     """One rank's publishing half. In the trainer's thread, all ranks create their outboxes at the same time,
     and publish at the same time. Only rank 0 has a `log`, and calls `flush`, `pin` and `pinned`. `writer` is
     a `RunWriter` on rank 0, otherwise a `PartWriter`. `untrained`, on rank 0, returns the tensors that are
-    not trained. It gets the trained tensors' shapes, the names that rank 0 owns, and a function that returns
-    the bits of one of these.
+    not trained. `untrained` gets the trained tensors' shapes, the names of the tensors that rank 0 owns, and
+    a function: name -> bits of a tensor that rank 0 owns.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Outbox:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
         self._peers = peers or Peers(alone=True)
         # A second process group, because the background thread must not share the trainer's collectives.
-        self._others = Peers(alone=self._peers.size == 1)
+        self._thread_peers = Peers(alone=self._peers.size == 1)
         self.owners = Owners(self._peers.size)
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all tensors
         self.mirror = Mirror(mirror, finite=finite)  # the newest sync's bits of this rank's tensors
@@ -123,13 +127,13 @@ class Outbox:
         self.digest = ""  # of all tensors at the newest sync
         self.repeated = RepeatedSyncs({})  # syncs to hold back, because the bucket has them
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
-        self._names: set[str] = set()  # of the tensors in each sync
+        self._names: set[str] = set()  # of the tensors that every sync must hand over
         self._files: dict[str, list[str]] = {}  # each checkpoint file of this rank -> its tensors
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # version of the newest anchor
         self._sent = 0  # bytes that all ranks uploaded up to the newest version
         self._updates: list[PendingUpdate] = []  # oldest first; all merged into one, unless one is pinned
         self._held = False  # the newest sync is held back, because the bucket has it
-        self._pinned: tuple[str, Manifest | None] = "", None  # digest of the pinned sync; its manifest
+        self._pinned: tuple[str, Manifest | None] = "", None  # digest of the pinned sync; manifest if stored
         self._busy, self._closed = False, False
         self._failure: BaseException | None = None
         self._trouble: errors.BucketError | None = None  # why the version in flight is not in the bucket yet
@@ -153,7 +157,7 @@ class Outbox:
         return self.owners.of(name, shape) == self._peers.rank
 
     def publish(self, weights: Weights, sync: int, *, first: bool = False) -> None:
-        """Like `Publisher.publish`, for weights from `gathered`. `first`: owners get whole tensors."""
+        """Like `Publisher.publish`. `weights` come from `gathered`, with the same `first`."""
         self._raise_failure()
         try:
             if self.shapes:
@@ -208,7 +212,8 @@ class Outbox:
         self.shortcuts.close()
 
     def pin(self) -> bool:
-        """Make the last sync a version of its own. False if it is held back and is not the newest version."""
+        """Merge no later sync into the last one, so that a version will have exactly the last sync's weights.
+        Return False if the last sync is held back: the bucket has it, but not as the newest version."""
         with self._changed:
             digest, newest = self.digest, self._writer.newest
             there = newest and newest.digest == digest and self._idle()
@@ -218,13 +223,13 @@ class Outbox:
             return True
 
     def pinned(self) -> Manifest | None:
-        """Wait for the version that `pin` asked for, and return it; None if it will not be published."""
+        """Wait for the version that `pin` asked for, and return it. None if the outbox fails or is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._failure or self._pinned[1])
             return self._pinned[1]
 
     def _resume(self) -> None:
-        """Start from the newest version. If it is damaged, the next sync publishes the whole model."""
+        """Start from the newest version. If that version is damaged, the next sync publishes an anchor."""
         if (newest := self._writer.newest) is None:
             return
         found, folder = dict[str, Bits](), self.shortcuts.folder / "resumed"
@@ -280,7 +285,7 @@ class Outbox:
     def _add(self, weights: Weights, sync: int, first: bool) -> None:
         started, created_at = time.perf_counter(), time.time()
         names, by_name = list[str](), dict[str, list[Patch]]()
-        # Compare without the lock, because a GPU begins to compare only after all work queued there.
+        # Compare without the lock: the comparison waits until the GPU has finished all work queued before.
         own, others = self.mirror.search(), self._shards.mirror.search()
         for name, tensor in weights:
             self.require_same(name, tensor.shape)
@@ -305,6 +310,7 @@ class Outbox:
             self.mirror.take(remote)
             diff_s = time.perf_counter() - started
             last = self._updates[-1] if self._updates else None
+            # Merge nothing into a pinned sync that is not in the bucket yet.
             merges = last is not None and (last.digest != self._pinned[0] or self._pinned[1] is not None)
             # All ranks merge if rank 0 does, and use rank 0's `sync`, because TRL counts only there. The lock
             # is held, so that the background thread does not take `last` meanwhile.
@@ -363,12 +369,12 @@ class Outbox:
                 self._changed.wait_for(
                     lambda: self._closed or (self._updates and not self._held and not self._failure)
                 )
-                # Once rank 0 takes its update, later syncs become another update, on all ranks (see `_add`).
+                # Rank 0 takes its update first. From then on, no rank merges syncs into it (see `_add`).
                 job = self._updates.pop(0) if self._peers.main and not self._closed else None
                 self._busy = True
             try:
-                with self._others.fail_together():
-                    met = self._others.exchange((self._closed, self.shortcuts.stored()))
+                with self._thread_peers.fail_together():
+                    met = self._thread_peers.exchange((self._closed, self.shortcuts.stored()))
                     if any(closed for closed, _ in met):
                         return
                     if isinstance(self._writer, RunWriter):
@@ -393,11 +399,11 @@ class Outbox:
         some = changed or self._peers.main  # only rank 0 stores an empty part
         part = self._until_stored(version, put, put) if some else None
         lacks = bool(some) and part is None  # this outbox was closed before its part was stored
-        stored = self._others.exchange((part, lacks, self._writer.receipts, self._writer.bucket.sent))
+        stored = self._thread_peers.exchange((part, lacks, self._writer.receipts, self._writer.bucket.sent))
         news: tuple[Manifest, bool] | None = None
         if isinstance(writer, RunWriter) and not any(lacking for _, lacking, *_ in stored):
             delta = [part for part, *_ in stored if part]
-            writer.receipts = {key: said for *_, said_by, _ in stored for key, said in said_by.items()}
+            writer.receipts = {key: given for *_, receipts, _ in stored for key, given in receipts.items()}
             commit = functools.partial(self._commit, writer, job, delta, None)
             manifest = self._until_stored(version, commit, writer.confirm)
             if manifest and writer.anchor_is_due():
@@ -405,7 +411,7 @@ class Outbox:
             if manifest:
                 news = manifest, writer.ordered == version
                 self._report(manifest, job, encode_s, sum(sent for *_, sent in stored[1:]))
-        news = self._others.exchange(news)[0]
+        news = self._thread_peers.exchange(news)[0]
         if news:
             self._writer.newest = news[0]
             published = Published(news[0], job.patches, job.own, anchor=news[1])
@@ -432,7 +438,7 @@ class Outbox:
                         " trying again",
                         *(version, late, error),
                     )
-            attempt = again  # the bucket may have some objects, so publish the same version
+            attempt = again  # the bucket may have some of the version's objects, so publish the same version
             time.sleep(_RETRY_S)
         return None
 

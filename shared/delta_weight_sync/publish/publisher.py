@@ -107,7 +107,7 @@ class Publisher:
         self.resumed_from: StateRecord | None = None
         self.log: RunLogWriter | None = None
         self._writer: RunWriter | None = None
-        self._begun = False
+        self._begun = False  # whether `publish` was called
         self._continued = 0  # the newest version when the run was opened
         self._found: FoundState | None = None
         self._peers = peers or Peers()
@@ -119,6 +119,7 @@ class Publisher:
             encoding = _allowed("encoding", options.get("encoding", "fast"), Encoding)
             keep = Keep.parse(limit) if (limit := options.get("keep")) else None
             untrained = self._open(url, base, options) if self._peers.main else None
+        # If this body fails on any rank, `stack` closes what `_open` and the body have opened on this rank.
         with contextlib.ExitStack() as stack, self._peers.fail_together():
             stack.push(self._resources.pop_all())
             opened = self._peers.exchange(self._writer and (self._writer.writer, self._writer.newest))[0]
@@ -161,8 +162,9 @@ class Publisher:
     def publish_base(self, weights: Model, step: int = 0) -> None:
         """Publish version 0 of a new run. If the run has versions, only check that the model is the same.
 
-        Call this before you shard the model. All ranks must call it, but only the main rank needs the
-        weights. A first `publish` of the same weights with the same `step` adds no version.
+        If the newest version is damaged, the weights become the next version, published whole. Call this
+        before you shard the model. All ranks must call it, but only the main rank needs the weights. A first
+        `publish` of the same weights with the same `step` adds no version.
 
         Raises:
             CodecError: The run is of another model, or a weight cannot be published.
@@ -193,8 +195,8 @@ class Publisher:
         first, self._begun = not self._begun, True
         if first and self._continued and self.resumed_from is None:
             _log.warning(
-                "run %r has versions up to %d, and this trainer resumed no state: its next version holds the"
-                " weights that it begins with; for a separate run, choose another name",
+                "run %r has versions up to %d, but this trainer resumed no state: the next version holds the"
+                " weights with which this trainer starts; for a separate run, choose another name",
                 *(self.reader.keys.run, self._continued),
             )
         parts = gathered(self._named(weights), self._outbox.owns, first=first)
@@ -243,7 +245,8 @@ class Publisher:
         assert found is not None
         live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
-        # If the newest version is damaged, `shapes` is empty and untrained weights are unknown: skip this.
+        # If the newest version is damaged, `shapes` is empty. The digest is then not checked, because it also
+        # covers the untrained weights, which are unknown.
         published = {name: tensor for name, tensor in live.items() if name in self._outbox.shapes}
         if published and self.digest(published.items()) != found.record.digest:
             raise errors.StateError(

@@ -3,8 +3,8 @@
 Under FSDP2, each rank holds a block of each parameter (a `DTensor`). Once per sync, the rank finds the
 changes in its block and sends them to the tensor's owner. The owner mirrors the whole tensor, and encodes and
 uploads the tensor's changes. To find changes, every rank also mirrors its blocks of tensors that others own.
-An owner gets whole tensors, one at a time, only at the start or first sync, and for placements that are not a
-plain block.
+An owner gets whole tensors, one at a time, in two cases: at the start and at the first sync, before the other
+ranks mirror their blocks; and at every sync, tensors whose placements are not a plain block (see `is_block`).
 
 All ranks call the methods here in the same order. If one rank fails, all stop with that rank's message.
 """
@@ -35,7 +35,7 @@ from delta_weight_sync.records import MAX_PARTS
 from delta_weight_sync.util import swap
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-# A rank may wait for other ranks' uploads, or while rank 0 waits for Spaces.
+# Long, because a rank may wait until another rank has uploaded, or until rank 0 sees a Space that serves.
 _TIMEOUT = datetime.timedelta(hours=2)
 
 
@@ -148,7 +148,7 @@ def gathered(
         else:
             full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
             if own and tensor.dtype != torch.bfloat16 and not full.is_cuda:
-                full.masked_fill_(full.isnan(), torch.nan)  # the NaN of `to_bits`, not of torch's cast
+                full.masked_fill_(full.isnan(), torch.nan)  # as in `to_bits`; torch's cast may differ
             yield name, full if own else tensor
 
 

@@ -2,8 +2,9 @@
 
 A thread applies each published patch to a copy of the checkpoint on this machine's disk, so memory never
 holds a second model. An anchor is an upload of that copy. A jump over 8 versions is an exact merge of their
-patches, which stay in memory. For a jump over 64 versions, or over 8 if the patches exceed a budget, a second
-copy keeps the weights of the version where the jump begins; the jump is the difference of the two copies.
+patches, which stay in memory. For a jump over 64 versions, a second copy keeps the weights of the version
+where the jump begins, and the jump is the difference of the two copies. If the patches for a jump over 8
+versions exceed a budget, this jump is made in the same way as a jump over 64.
 
 Each rank makes shortcuts of the tensors that it owns. Jumps end at versions that are multiples of 8 or 64,
 so ranks that keep up make the same jumps. A manifest names a shortcut once all ranks have stored their parts
@@ -37,7 +38,8 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 class _Start:
-    """Where the next jump over 8 or 64 versions begins: its weights, or the merged patches since then."""
+    """The version where the next jump begins (of one stride, 8 or 64): the weights of this version on disk,
+    or the merged patches since this version in memory."""
 
     def __init__(self, stride: int, path: Path) -> None:
         self.stride, self.version = stride, -1
@@ -51,7 +53,8 @@ class _Start:
             shutil.copytree(newest, self._path, dirs_exist_ok=True)
 
     def jump_is_due(self, version: int) -> bool:
-        """Whether a jump ends at `version`. After a start, it may be shorter; after a backlog, longer."""
+        """Whether a jump ends at `version`. The first jump may span only half of `stride` versions; a jump
+        after a backlog may span more than `stride`."""
         return version % self.stride == 0 and version - self.version >= self.stride // 2
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
@@ -62,6 +65,7 @@ class _Start:
             self._patches = codec.merge(earlier, patches)
             if nbytes(self._patches) <= budget:
                 return
+        # Write the start's weights to disk: copy `newest`, which has only the earlier patches, and undo them.
         shutil.copytree(newest, self._path, dirs_exist_ok=True)
         bits, self._patches = map_folder(self._path, "r+"), None
         for patch in earlier:
@@ -103,10 +107,11 @@ class Shortcuts:
         self._published: deque[Published] = deque()
         self._stored: list[Stored] = []  # what `stored` returns next
         self._unnamed: dict[str, int] = {}  # key of a stored file that no manifest names yet -> version
-        self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps to upload
+        self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps to upload, as `_jump` returns them
         self._changed = threading.Condition()
-        self._busy, self._closed, self._said = False, False, ""
-        self._stayed = self._came = 0  # bytes left by the last pruning; added between the last two prunings
+        self._busy, self._closed, self._warned = False, False, ""
+        self._stayed = 0  # bytes that the last pruning left
+        self._came = 0  # bytes that were added between the last two prunings
         self.lost = True  # whether the copy holds no known version: call `restart`
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
         self._thread.start()
@@ -125,9 +130,9 @@ class Shortcuts:
             return found
 
     def add(self, version: Published, delta: bytes, write: Callable[[Path], object]) -> None:
-        """Add a published version. `delta`: its file. `write` writes its weights to a folder."""
+        """Add a published version and the bytes of its delta. `write` writes its weights to a folder."""
         manifest = version.manifest
-        if version.anchor and self.lost:
+        if version.anchor and self.lost:  # tell rank 0 not to wait for this rank's part of the anchor
             self._stored.append(Stored(None, manifest.version, None))
         if self.lost and manifest.version % _RESTART_EVERY == 0 and self.idle(0):
             try:
@@ -189,6 +194,7 @@ class Shortcuts:
                 self._changed.notify_all()
 
     def _lose(self, error: Exception) -> None:
+        """Give up the copy and all waiting versions, until `restart`."""
         self.lost = True
         anchors = (version.manifest.version for version in self._published if version.anchor)
         self._stored += [Stored(None, version, None) for version in anchors]
@@ -196,9 +202,9 @@ class Shortcuts:
         self._complain(error)
 
     def _complain(self, error: Exception) -> None:
-        if str(error) != self._said and not self._closed:
+        if str(error) != self._warned and not self._closed:
             _log.warning("no jumps and anchors for now: %s", error)
-        self._said = str(error)
+        self._warned = str(error)
 
     def _follow(self, version: Published) -> list[FileRef] | None:
         """Apply a version to the copy; make the shortcuts that are due. Return an anchor's files, or None."""
@@ -261,8 +267,9 @@ class Shortcuts:
         if self._pruner is None:
             return
         room = newest.full_bytes + 2 * self._came
-        named, old = {file.key for file in newest.files}, newest.version - 2 * max(STRIDES)
-        self._unnamed = {key: v for key, v in self._unnamed.items() if key not in named and v > old}
+        # No manifest will name a file that is older than `oldest`: see `RunWriter.collect`.
+        named, oldest = {file.key for file in newest.files}, newest.version - 2 * max(STRIDES)
+        self._unnamed = {key: v for key, v in self._unnamed.items() if key not in named and v > oldest}
         try:
             survey = self._pruner.survey(self._unnamed, room)
         except ProtocolError as error:  # a damaged manifest does not say which files it needs

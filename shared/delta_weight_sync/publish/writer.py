@@ -1,4 +1,4 @@
-"""Writes a run: files and manifest first, HEAD last, under names that no other writer uses.
+"""Writes a run: files and manifest first, HEAD last, under keys that no other writer uses.
 
 Each rank of a trainer stores its own parts of deltas, jumps and anchors (`PartWriter`). Once all parts are
 stored, rank 0 names them in a manifest, and writes HEAD (`RunWriter`).
@@ -55,7 +55,8 @@ class PartWriter:
         self.receipts: Mapping[str, str] = {}  # key -> receipt, of parts of the next version
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Upload this rank's part of the delta to `version`. On the Hub, rank 0's `commit` then stores it."""
+        """Upload this rank's part of the delta to `version`. On the Hub, an upload alone stores no object:
+        the part becomes an object when rank 0 calls `commit` with the part's receipt."""
         key = self.keys.delta(version, self.writer, self.part)
         self.receipts = {key: receipt} if (receipt := self.bucket.upload(key, data)) else {}
         return _delta(key, data, version - 1, version, changed)
@@ -184,7 +185,8 @@ class RunWriter(PartWriter):
         return False
 
     def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
-        """Store this rank's files of an anchor: weights, and the small files if the bucket lacks them."""
+        """Store this rank's weight files of an anchor. Return their references and those of the small files,
+        which are stored with this writer's first anchor and after damage, but never without the base."""
         weights = super().put_weights(version, paths)
         if self.assets and (self._damaged or not self._asset_refs):
             files = [path for path in sorted(self.assets.iterdir()) if path.is_file()]
@@ -195,7 +197,8 @@ class RunWriter(PartWriter):
         return [*weights, *self._asset_refs]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Prepare the delta: `commit` stores it with manifest and HEAD. With several ranks, upload it now."""
+        """With one rank, only remember the delta: `commit` stores it together with manifest and HEAD. With
+        several ranks, upload rank 0's part now."""
         if self.part:
             return super().put_delta(version, data, changed)
         key = self.keys.delta(version, self.writer, self.part)
@@ -234,9 +237,9 @@ class RunWriter(PartWriter):
         total: int,
         created_at: float,
     ) -> Manifest:
-        """Decide what the next version holds, and publish it. Raises the errors of `confirm`.
+        """Decide what the next version holds, and publish this version. Raises the errors of `confirm`.
 
-        `delta`: the parts of the delta from the version before; empty for a version that is an anchor.
+        `delta`: the parts of the delta from the version before; empty for a version that is published whole.
         """
         previous, version = self.newest, self.newest.version + 1 if self.newest else 0
         newest_anchor = anchor or self._new_anchor or (previous.anchor if previous else None)

@@ -26,7 +26,7 @@ __all__ = ["Bucket", "Listing", "ObjectInfo", "open_bucket"]
 
 SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
 DIRECT: Final = 16 << 20  # bytes of the largest object that is read from the Hub by its URL
-_PART = r"(?!\.)[!-.0-\[\]-~]+"  # of a key: printable ASCII but no space, "/" or backslash; no dot first
+_PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII without space, "/" and backslash; a dot cannot come first
 _KEY = re.compile(f"{_PART}(/{_PART})*")
 
 
@@ -54,12 +54,12 @@ class Bucket(ABC):
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, whole or not at all. An older object of this key is replaced."""
         check_key(key)
-        self.sent += size_of(data)  # outside `_explained`: an unreadable file is no fault of the bucket
+        self.sent += size_of(data)  # before `_explained`: an unreadable local file must raise `OSError`
         with self._explained(key, write=True):
             self._put(key, data)
 
     def upload(self, key: str, data: bytes) -> str:
-        """Upload an object. Returns a receipt, with which `put_all` in any process stores the object.
+        """Upload an object; return a receipt. Given the receipt, `put_all` in any process stores the object.
 
         A store that cannot separate upload and storing stores the object immediately, and returns "".
         """
@@ -67,7 +67,7 @@ class Bucket(ABC):
         return ""
 
     def put_all(self, objects: Objects, receipts: Mapping[str, str] | None = None) -> None:
-        """Store small objects, the last one after all others. A failure may leave some of them, each whole.
+        """Store small objects, the last one after all others. After an error, some may be stored, each whole.
 
         `receipts`: key -> receipt of objects that `upload` has uploaded; these are stored first. Without
         objects and receipts, the method does nothing.
@@ -88,7 +88,8 @@ class Bucket(ABC):
             The sha256 of the bytes that were written, as 64 hex digits.
         """
         sha256 = hashlib.sha256()
-        with replacing(dest) as temporary, temporary.open("wb") as file:  # file errors are not the bucket's
+        # Outside `_explained`: an error of the local file must stay an `OSError`.
+        with replacing(dest) as temporary, temporary.open("wb") as file:
             for block in self._blocks(key, limit):
                 sha256.update(block)
                 file.write(block)
@@ -98,7 +99,7 @@ class Bucket(ABC):
         """Download those of the `wanted` objects that take fewer requests together than one by one.
 
         `wanted`: (key, dest, limit), as for `fetch`. The method skips all other objects, and those that
-        `fetch` would refuse.
+        `fetch` would refuse. In stores without a way to save requests, it downloads nothing.
         """
 
     def stat(self, key: str) -> ObjectInfo | None:
@@ -187,7 +188,7 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
             this call makes no request, and a missing bucket is an error at its first use.
 
     Raises:
-        BucketError: The URL has another form, creating the bucket fails, or boto3 is missing for a profile.
+        BucketError: The URL has another form, creating the bucket fails, or boto3 is needed but missing.
         MissingExtraError: The packages for s3:// URLs are not installed.
     """
     # Import only what the store needs: other stores' libraries may be missing.

@@ -26,8 +26,8 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _BLOCK: Final = 1 << 20  # bytes copied at a time
 _PART: Final = re.compile(r"\.[0-9a-f]{32}\.part")  # the name of an object while it is written
-_LEFT_S: Final = 86_400.0  # seconds; no upload takes longer
-_NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
+_LEFT_S: Final = 86_400.0  # seconds without a write after which an upload counts as killed
+_NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}  # a link, folder, pipe or socket
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
@@ -58,9 +58,9 @@ class FileBucket(store.Bucket):
                 size -= len(block)
 
     def _delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, and links in place of objects; folders stay. In the same folders, also delete the
-        temporary files of uploads that were killed at least `_LEFT_S` ago."""
-        self._root.stat()
+        """Delete objects, or links that have the name of an object. Folders stay. In the folders of `keys`,
+        also delete temporary files that are at least `_LEFT_S` old: killed uploads left these files."""
+        self._root.stat()  # fails if the bucket's folder is missing; below, missing folders are no failure
         for key in keys:
             *folders, name = key.split("/")
             with suppress(*_ABSENT), self._opened_folder(folders) as folder:
@@ -73,7 +73,8 @@ class FileBucket(store.Bucket):
                         os.unlink(entry.name, dir_fd=folder)
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        """Write a temporary file, then rename it. The bucket's folder must exist, as it may be a mount."""
+        """Write a temporary file, then rename it. The bucket's folder must exist: if it is a folder to mount
+        and was not mounted yet, creating the folder would store the object on this machine only."""
         *folders, name = key.split("/")
         temporary = f".{uuid4().hex}.part"
         with self._opened_folder(folders, create=True) as folder:
@@ -119,7 +120,7 @@ class FileBucket(store.Bucket):
             return errors.ObjectMissingError(f"{place} does not exist")
         if isinstance(error, OSError) and error.errno in _NO_FILE:
             return errors.ObjectMissingError(
-                f"{place} is not a file, or is behind a link; links are not followed: put the file there"
+                f"{place} is not a file, or its path has a link; links are not followed: put a file there"
             )
         if isinstance(error, PermissionError):
             return errors.AccessDeniedError(
@@ -162,5 +163,5 @@ def _write(file: BinaryIO, data: bytes | Path) -> None:
         with data.open("rb") as source:
             shutil.copyfileobj(source, file, _BLOCK)
     file.flush()
-    # The kernel's own times are milliseconds apart: too coarse for an etag, because inodes are reused.
+    # The kernel rounds times to milliseconds, and inodes are reused. So two contents could get the same etag.
     os.utime(file.fileno(), ns=(now := time.time_ns(), now))

@@ -24,7 +24,7 @@ from obstore.store import S3Store
 from delta_weight_sync import errors, store
 
 _PARTS: Final = 8  # requests in parallel
-_MACHINE = "http://169.254.169.254"  # where a machine in a cloud gets the keys of its role
+_MACHINE = "http://169.254.169.254"  # where obstore asks the cloud for keys if no keys are set
 
 
 class S3Bucket(store.Bucket):
@@ -82,11 +82,12 @@ class S3Bucket(store.Bucket):
         self._store.put(self._root + key, data, chunk_size=part, max_concurrency=_PARTS)
 
     def _stat(self, key: str) -> store.ObjectInfo:
-        """Look an object up with one request, and a second one if the object is absent."""
+        """Look an object up with one request; `_explain` makes a second request if the object is absent."""
         return self._info(self._store.head(self._root + key))
 
     def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
         folder = self._root + prefix
+        # Some tools create an object named "runs/demo/". obstore lists this object as "runs/demo".
         found = (one for page in self._store.list(folder) for one in page)
         return (self._info(one) for one in found if one["path"].startswith(folder))
 
@@ -122,13 +123,13 @@ class S3Bucket(store.Bucket):
 
 
 def _code(error: Exception) -> str:
-    """The store's own code for an error, if it gave one."""
+    """The store's own code for an error, such as "NoSuchBucket"; without a code, the exception's class."""
     code = re.search(r"<Code>(\w+)</Code>", str(error))
     return code[1] if code else type(error).__name__
 
 
 def _profile() -> Any:
-    """Return obstore's provider of your profile's keys; None if the environment has keys, or no profile."""
+    """Return obstore's provider of a profile's keys; None if the environment has keys or no file exists."""
     file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
     if "AWS_ACCESS_KEY_ID" in os.environ or not file.is_file():
         return None

@@ -50,7 +50,7 @@ from delta_weight_sync import errors, store
 from delta_weight_sync.store.notifications import Notifications, Quota
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
-LONGEST_PAUSE = 10  # seconds: the longest pause that the client makes if a server asks; by default hours
+LONGEST_PAUSE = 10  # seconds; a server may ask for a longer pause, even for hours, and the client would obey
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
 # The first two settings shorten hf_xet's retries, which take up to five minutes by default. hf_xet's read
@@ -67,7 +67,7 @@ _READS: Final = 3  # attempts to read an object by its URL, if connections break
 CONNECT_S: Final = 10.0  # seconds to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
 STEADY_S: Final = 60.0  # after a feed that lasted this long, reconnect within a second
-FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles each time
+FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles with each further one
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
 _quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what the Hub says of the token's quota
@@ -87,9 +87,10 @@ def configure_clients() -> None:
 
 
 @cache
-def _uploads(_process: int, *, known: bool) -> XetSession:
-    """Return this process's upload session. `known`: ask whether the storage has parts of the objects."""
-    return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", known))
+def _uploads(_process: int, *, ask_storage: bool) -> XetSession:
+    """Return the upload session of a process; a forked process gets its own. If `ask_storage`, the session
+    asks which parts of the objects the storage already has, and uploads only the other parts."""
+    return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", ask_storage))
 
 
 def new_client() -> Any:
@@ -113,25 +114,25 @@ def _limit_time(request: Any) -> None:
 
 
 def _note_answer(response: Any) -> None:
-    """Note the quota. If a busy server asks for a long pause, shorten it, because the client would obey."""
+    """Note the quota. If a busy server asks for a long pause, shorten the pause: the client would obey."""
     if not (bucket := _bucket_of(response.request)):
         return
     quota, headers = _quotas[bucket], response.headers
     said = parse_ratelimit_headers(headers)
     if response.status_code == 429:
         quota.refused(_retry_after_s(headers))
-    elif said and said.resource_type == "resolvers":
+    elif said and said.resource_type == "resolvers":  # the quota of reads by URL, such as polls
         quota.left(said.remaining, said.reset_in_seconds)
     if response.status_code in (429, 503):
         headers.pop("ratelimit", None)  # this header asks for a pause, too
         asked = headers.get("retry-after", "")
-        headers["retry-after"] = str(min(int(asked), LONGEST_PAUSE)) if asked.isdigit() else ""
+        headers["retry-after"] = str(min(int(asked), LONGEST_PAUSE)) if asked.isdecimal() else ""
 
 
 def _retry_after_s(headers: Any) -> float | None:
     """Return the seconds for which an answer asks the client to stay away; None if it names no time."""
     retry_after, quota = headers.get("retry-after", ""), parse_ratelimit_headers(headers)
-    if retry_after.isdigit():
+    if retry_after.isdecimal():
         return float(retry_after)
     return float(quota.reset_in_seconds) if quota else None
 
@@ -174,12 +175,13 @@ class HubBucket(store.Bucket):
         headers = build_hf_headers()
         url = f"{self._api.endpoint}/api/buckets/{self._id}/xet-write-token"
         with self._explained(objects[-1][0], write=True):
-            right = refresh_xet_connection_info(file_data=XetFileData("", url), headers=headers)
+            storage = refresh_xet_connection_info(file_data=XetFileData("", url), headers=headers)
+            on_disk = isinstance(objects[0][1], Path)  # such as an anchor, which may be partly in the storage
             try:
-                with _uploads(os.getpid(), known=isinstance(objects[0][1], Path)).new_upload_commit(
-                    endpoint=right.endpoint,
-                    token=right.access_token,
-                    token_expiry_unix_secs=right.expiration_unix_epoch,
+                with _uploads(os.getpid(), ask_storage=on_disk).new_upload_commit(
+                    endpoint=storage.endpoint,
+                    token=storage.access_token,
+                    token_expiry_unix_secs=storage.expiration_unix_epoch,
                     token_refresh_url=url,
                     token_refresh_headers=headers,
                 ) as commit:
@@ -205,7 +207,7 @@ class HubBucket(store.Bucket):
         if limit <= store.DIRECT:
             return super().fetch(key, dest, limit)
         path = self._path(key)
-        with store.replacing(dest) as temporary, self._explained(key):  # a failure must not empty `dest`
+        with store.replacing(dest) as temporary, self._explained(key):  # a failure must not change `dest`
             found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
             if found is None:
                 raise EntryNotFoundError(path)
@@ -234,7 +236,7 @@ class HubBucket(store.Bucket):
         headers = {**build_hf_headers(), "accept-encoding": "identity"}
         for _ in range(_READS):
             with http_stream_backoff("GET", url, headers=headers, timeout=REQUEST_TIMEOUT) as answer:
-                if answer.history and answer.is_error:
+                if answer.history and answer.is_error:  # the Hub had redirected this request to the storage
                     raise OSError(f"the storage answered {answer.status_code}")
                 hf_raise_for_status(answer)
                 self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
@@ -337,7 +339,7 @@ class HubNotifications(Notifications):
     def due(self, poll_s: float, again: bool = False) -> bool:
         """As in `Notifications`; the first call connects."""
         due = super().due(poll_s, again)
-        if self._thread is None:  # first call; once connected, "ready" causes one more look
+        if self._thread is None:  # this is the first call; the feed's event "ready" will cause one more look
             self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
             self._thread.start()
         return due
@@ -353,7 +355,7 @@ class HubNotifications(Notifications):
             self._thread.join(CONNECT_S)
 
     def _run(self) -> None:
-        """Keep a connection to the feed. While there is none, the caller polls."""
+        """Keep a connection to the feed. While there is no connection, the caller polls."""
         failures = 0
         while not self._done.is_set():
             started, pause_s = time.monotonic(), 0.0
@@ -366,7 +368,7 @@ class HubNotifications(Notifications):
             self._done.wait(max(_pause_s(failures), min(pause_s, LONGEST_FEED_PAUSE_S)))
 
     def _follow(self) -> float:
-        """Follow one connection to its end; return the seconds that the Hub asks to wait before the next."""
+        """Follow one connection to its end; return the seconds to wait that the Hub asked for."""
         headers = {**build_hf_headers(), "accept": "text/event-stream"}
         cursor = {"cursor": self._cursor} if self._cursor else {}
         limits = (CONNECT_S, SILENCE_S, CONNECT_S, CONNECT_S)  # connect, read, write, wait for a connection
@@ -400,6 +402,6 @@ class HubNotifications(Notifications):
 
 
 def _pause_s(failures: int) -> float:
-    """Seconds before the next connection; random, because many clients may lose theirs simultaneously."""
+    """Seconds before the next connection; random, because many clients may lose theirs at the same time."""
     usual = FIRST_FEED_PAUSE_S * 2.0 ** min(failures - 1, 30) if failures else 1.0  # 30: no overflow
     return min(usual, LONGEST_FEED_PAUSE_S) * random.uniform(0.5, 1.0)

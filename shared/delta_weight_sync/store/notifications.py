@@ -43,6 +43,7 @@ class Quota:
                 self._last = now, requests
             elif (passed := now - last[0]) >= MEASURED_S:
                 self._last = now, requests
+                # In requests per second. As a burst may distort a measurement, limit the change below.
                 used, allowed = (last[1] - requests) / passed, USED * requests / max(seconds, 1.0)
                 change = used / allowed if allowed else SLOWEST
                 self._slower = min(max(self._slower * min(max(change, 0.5), 4.0), 1.0), SLOWEST)
@@ -75,11 +76,13 @@ class Notifications:
         self._notified, self._poked, self._live = True, False, False
         self._settled = False  # whether a second look has followed the last notification
         self.known: dict[str, str] = {}  # key -> etag, as the last look found them
-        self.prompted = False  # whether a report or a poke asked for the last look
-        self.unprompted = False  # whether the last look was only for safety, in case a notification got lost
+        self.prompted = False  # whether a report, a poke or `reset` asked for the last look
+        self.for_safety = False  # whether the last look was only made in case a notification got lost
         self._looked = -math.inf
         self._interval = 1e-9  # seconds between two looks, at the last call of `due`
-        self._poked_until = -math.inf  # when pokes may cause `POKES` looks again; a look adds an interval
+        # Each look after a poke moves this time on by one interval. Once this time is past, pokes may cause
+        # `POKES` looks in a row again.
+        self._poked_until = -math.inf
 
     def due(self, poll_s: float, again: bool = False) -> bool:
         """Whether to look now; True counts as a look.
@@ -94,13 +97,13 @@ class Notifications:
                 return False
             self.prompted = prompted = self._notified or (self._poked and self._may_answer(now))
             self._settled = self._settled and not again
-            safe = self._live and self._settled and not prompted
-            longest = max(SAFETY_S, interval) if safe else interval
+            for_safety = self._live and self._settled and not prompted
+            longest = max(SAFETY_S, interval) if for_safety else interval
             if not prompted and now + _EARLY * interval - self._looked < longest:
                 return False
             if self._poked:
                 self._poked_until = max(self._poked_until, now) + interval
-            self.unprompted = safe
+            self.for_safety = for_safety
             # A reported change may become visible a moment later, so one more look will come soon.
             self._settled = not prompted
             self._notified, self._poked, self._looked = False, False, now
@@ -130,8 +133,9 @@ class Notifications:
             self._changed.notify_all()
 
     def confirm(self) -> None:
-        """Note that the last look found a change. If no notification announced it, poll until one arrives."""
-        if self.unprompted:
+        """Note that the last look found a change. If this look was only for safety, a notification got lost:
+        poll until the next notification arrives."""
+        if self.for_safety:
             self._set_live(False)
 
     def reset(self) -> None:
