@@ -9,7 +9,7 @@ import time
 from bench import machine, plots, results, targets
 
 _CODEC = ("size", "speed", "rival", "threads", "growth", "links", "joining")
-SECTIONS = (*_CODEC, "memory", "waits", "hub", "live", "cpu", "dashboard")
+SECTIONS = (*_CODEC, "memory", "waits", "hub", "demo", "live", "cpu", "dashboard")
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 

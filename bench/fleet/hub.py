@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from bench.fleet.clock import Clock, Event, Pipe
 from delta_weight_sync import errors, store
 from delta_weight_sync.store.hub import HubNotifications, Quota
+from delta_weight_sync.store.notifications import Notifications
 
 WINDOW_S = 300.0
 BLOCK = 64 << 20  # bytes of the largest block that hf_xet uploads
@@ -60,6 +61,18 @@ class Link:
     pipe: Pipe
     core: Pipe | None = None  # a CPU core that clients share: a pipe that "transfers" one second each second
     core_s: float = 0.0  # seconds of this core that each request takes
+
+
+@dataclass(frozen=True)
+class OneMachine:
+    """The measured times, in seconds, of a run whose bucket is a folder on the same machine (`make demo`)."""
+
+    read_s: float  # of a file in the folder
+    write_s: float
+    poke_s: float  # from the new HEAD until the replica looks at it
+    stage_s: float
+    commit_s: float
+    steps: tuple[float, ...]  # lengths of vLLM's steps, each equally likely
 
 
 class Hub:
@@ -287,6 +300,53 @@ class SimBucket(store.Bucket):
 
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         raise error
+
+
+class FolderBucket(SimBucket):
+    """The client of a folder, see `store._files.FileBucket`."""
+
+    url = "file:///bucket"
+    upload, put_all, fetch_together = store.Bucket.upload, store.Bucket.put_all, store.Bucket.fetch_together
+
+    def __init__(self, hub: Hub, machine: OneMachine, role: str) -> None:
+        super().__init__(hub, Link(0.0, Pipe(hub.clock, math.inf)), role)
+        self._machine = machine
+
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        """Writes nothing."""
+        return hashlib.sha256(self._read(key, limit)[0]).hexdigest()
+
+    def notifications(self, prefix: str) -> Notifications:
+        """None come, except pokes."""
+        return Notifications(self.quota, self.hub.clock.seconds)
+
+    def _access(self, name: str, seconds: float) -> None:
+        self.hub.kinds[self.role, name] += 1
+        self.hub.clock.sleep(seconds)
+
+    def _read(self, key: str, limit: int) -> list[bytes]:
+        self._access("read", self._machine.read_s)
+        data, size = self._found(key)
+        self._check_limit(key, size, limit)
+        self.hub.received[self.role] += size
+        return [data]
+
+    def _put(self, key: str, data: bytes | Path) -> None:
+        self._access("write", self._machine.write_s)
+        self.hub.keep(key, data if isinstance(data, bytes) else stand_in(data))
+
+    def _stat(self, key: str) -> store.ObjectInfo:
+        self._access("look", self._machine.read_s)
+        self._found(key)
+        return self.hub.objects[key][1]
+
+    def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
+        self._access("look", self._machine.read_s)
+        yield from (info for key, (_, info) in self.hub.objects.items() if key.startswith(prefix))
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.hub.objects.pop(key, None)
 
 
 def stand_in(path: Path) -> Sized:

@@ -21,7 +21,7 @@ import torch
 from greenlet import getcurrent
 
 from bench.fleet.clock import Clock, Condition, Event, Group, Pipe
-from bench.fleet.hub import UNLIMITED, Hub, Limits, Link, SimBucket, Sized, stand_in
+from bench.fleet.hub import UNLIMITED, FolderBucket, Hub, Limits, Link, OneMachine, SimBucket, Sized, stand_in
 from delta_weight_sync import cost, reader, runlog, util, watch
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
@@ -65,6 +65,8 @@ class Scenario:
     outage: tuple[float, float] | None = None  # its start in measured minutes, and its length in seconds
     assets: Path | None = None  # the folder with the small files of the checkpoint
     keep: str = ""  # what `prune` leaves; "" for everything
+    one_machine: OneMachine | None = None  # replaces links and latencies
+    poll_s: float = 1.0
     seed: int = 0
 
     @property
@@ -304,7 +306,7 @@ class CountedEngine:
     """In place of `vllm.engine.Engine`."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+        self._fleet, self._step_ends = fleet, 0.0
 
     def alive(self) -> bool:
         """As in `Engine`."""
@@ -325,24 +327,35 @@ class CountedEngine:
 
     def _took(self, changes: float, *, decoded: bool) -> Times:
         asked, clock = self._fleet.asked, self._fleet.clock
+        if machine := asked.one_machine:
+            self._end_of_step(machine)  # vLLM takes a call between two steps
+            clock.sleep(machine.stage_s)
+            self._end_of_step(machine)
+            clock.sleep(machine.commit_s)
+            return machine.stage_s, machine.commit_s, machine.commit_s, clock.now
         stage_s, pause_s = cost.taking_s(asked.params, changes, "fast", asked.workers, asked.threads)
         if not decoded:
             stage_s = cost.PLACE.seconds(0, changes) / asked.workers / asked.threads
         clock.sleep(stage_s + pause_s)
         return stage_s, pause_s, pause_s, clock.now
 
+    def _end_of_step(self, machine: OneMachine) -> None:
+        now, rng = self._fleet.clock.now, self._fleet.rng
+        while self._step_ends <= now:
+            self._step_ends += rng.choice(machine.steps)
+        self._fleet.clock.sleep(self._step_ends - now)
+
 
 class Replica(follower.Follower):
     """A follower that reports what it serves to the fleet."""
 
     def __init__(self, fleet: Fleet, number: int, folder: Path) -> None:
-        region = number % len(fleet.pipes)
-        link = Link(fleet.asked.regions[region].latency, fleet.pipes[region], fleet.core, fleet.asked.core_s)
-        bucket = SimBucket(fleet.hub, link, "replica", fleet.asked.events)
+        asked, region = fleet.asked, number % len(fleet.pipes)
+        link = Link(asked.regions[region].latency, fleet.pipes[region], fleet.core, asked.core_s)
         self.fleet, self.sync = fleet, -1
         self.since = fleet.clock.now  # when it was started, and later when it first served
-        read = reader.RunReader(bucket, "fleet")
-        super().__init__(read, CountedEngine(fleet), name=f"{number}", folder=folder, poll_s=1.0)
+        read = reader.RunReader(fleet.bucket(link, "replica"), "fleet")
+        super().__init__(read, CountedEngine(fleet), name=f"{number}", folder=folder, poll_s=asked.poll_s)
 
     def explain(self, error: Exception | None) -> str:
         """As in `Follower`; a fault of the simulator ends the simulation."""
@@ -383,6 +396,12 @@ class Fleet:
             self.clock.spawn(self._train, "trainer")
             self.clock.run()
         return self
+
+    def bucket(self, link: Link, role: str) -> SimBucket:
+        """The client of a machine."""
+        if self.asked.one_machine:
+            return FolderBucket(self.hub, self.asked.one_machine, role)
+        return SimBucket(self.hub, link, role, self.asked.events)
 
     def served(self, replica: Replica, manifest: Manifest) -> None:
         """Note that a replica serves a version."""
@@ -429,7 +448,7 @@ class Fleet:
         asked, clock = self.asked, self.clock
         pipes = [Pipe(clock, asked.link) for _ in range(asked.machines)]
         links = (Link(asked.latency, pipes[number // cost.PER_MACHINE]) for number in range(asked.ranks))
-        ranks = [Rank(number, SimBucket(self.hub, link, "trainer")) for number, link in enumerate(links)]
+        ranks = [Rank(number, self.bucket(link, "trainer")) for number, link in enumerate(links)]
         self._buckets = [rank.bucket for rank in ranks]
         main_writer = writer.RunWriter(ranks[0].bucket, "fleet", model="none", assets=asked.assets)
         for rank in ranks:
@@ -467,7 +486,7 @@ class Fleet:
         self._begun.set()
         self.hub.begin()
         self.sent, self.stored = -sum(bucket.sent for bucket in self._buckets), -self.hub.stored()
-        main_writer.on_version = self.versions.append
+        main_writer.on_version = self._published
 
         def stop() -> None:
             self.sent += sum(bucket.sent for bucket in self._buckets)
@@ -479,6 +498,16 @@ class Fleet:
             self.hub.outage(60 * self.asked.outage[0], self.asked.outage[1])
         if self.asked.deaths_hour:
             self.clock.spawn(self._deaths, "deaths")
+
+    def _published(self, manifest: Manifest) -> None:
+        self.versions.append(manifest)
+        if machine := self.asked.one_machine:  # the trainer pokes the replicas
+            for replica in self.replicas.values():
+                self.clock.spawn(functools.partial(self._poke, replica, machine.poke_s))
+
+    def _poke(self, replica: Replica, poke_s: float) -> None:
+        self.clock.sleep(poke_s)
+        replica.poke()
 
     def _start(self, number: int) -> None:
         folder = self._folder / f"{number}"

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from bench import demo
 from bench.fleet.__main__ import STANDARD, Figures
 from bench.fleet.clock import Clock, Pipe
 from bench.fleet.hub import Limits, Link, SimBucket, Sized
@@ -135,6 +136,12 @@ def test_lags_and_requests_are_those_measured(followers, way):
     after_head = request_s  # whether another trainer took over
     lag = some.p95 if followers > 1 else some.lag  # measured: until the last follower has staged
     assert lag == pytest.approx(published["seconds"] - after_head + taken["seconds"], rel=0.2)
+
+
+@pytest.mark.full
+def test_the_lag_of_a_demo_is_the_measured_one():
+    measured = read()["demo"]
+    assert demo.simulate(measured).lag == pytest.approx(measured["lag_s"]["median"], rel=0.2)
 
 
 def test_a_seed_gives_the_same_run_again():
