@@ -166,6 +166,21 @@ def test_a_state_is_the_newest_that_is_whole(url, base, undisturbed, caplog):
     assert versions(url) == undisturbed
 
 
+def test_a_damaged_newest_version_is_followed_by_the_restored_weights(url, base, undisturbed, tmp_path):
+    """As `trainer/train.py` resumes: find the state, publish the base, restore, publish the first sync."""
+    life(url, base, 5, every=4)
+    (newest,) = tmp_path.glob("bucket/runs/run/deltas/00000005*")
+    newest.write_bytes(b"torn")
+    with contextlib.closing(Loop(url, base)) as loop:
+        assert loop.publisher.find_state()
+        loop.publisher.publish_base(loop.weights(), 1)
+        loop.restore()
+        loop.publish()
+        loop.train()
+        loop.publish()
+    assert [(6, *undisturbed[4][1:]), (7, *undisturbed[5][1:])] == versions(url)[6:]
+
+
 def test_states_of_a_signed_run_are_signed(url, base, monkeypatch, caplog):
     """Without the key, write access to the bucket does not change the state that a trainer resumes from."""
     for name, word in new_pair().items():

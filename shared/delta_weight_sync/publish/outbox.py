@@ -237,7 +237,9 @@ class Outbox:
             try:
                 found = self._writer.reader.checkout(newest, folder)
             except (errors.ProtocolError, errors.CodecError, errors.ObjectMissingError, SafetensorError) as e:
-                _log.warning("the newest version cannot be rebuilt, so the next one is an anchor: %s", e)
+                _log.warning(
+                    "the newest version cannot be rebuilt, so the next sync uploads all weights: %s", e
+                )
         self._spread(found.items())
         shutil.rmtree(folder, ignore_errors=True)
         if self.shapes:
@@ -328,8 +330,13 @@ class Outbox:
             self._changed.notify_all()
 
     def _publish_first(self, weights: Weights, sync: int) -> None:
-        """Publish the first version from the weights of all ranks."""
+        """Publish a version as an anchor from the weights of all ranks.
+
+        If the run has versions, its newest version is damaged. So the later syncs are published, too, even
+        those that repeat published ones.
+        """
         started, created_at = time.perf_counter(), time.time()
+        self.repeated = RepeatedSyncs({})
         for name, tensor in weights:
             self.shapes[name] = tuple(tensor.shape)
             if self.owns(name, tensor.shape):

@@ -162,16 +162,17 @@ class Publisher:
     def publish_base(self, weights: Model, step: int = 0) -> None:
         """Publish version 0 of a new run. If the run has versions, only check that the model is the same.
 
-        If the newest version is damaged, the weights become the next version, published whole. Call this
-        before you shard the model. All ranks must call it, but only the main rank needs the weights. A first
-        `publish` of the same weights with the same `step` adds no version.
+        Call this before you shard the model. All ranks must call it, but only the main rank needs the
+        weights. A first `publish` of the same weights with the same `step` adds no version.
 
         Raises:
             CodecError: The run is of another model, or a weight cannot be published.
         """
         with self._peers.fail_together():
-            if self._outbox.shapes:
-                for name, tensor in checkpoint_weights(weights):
+            if self._outbox.version is not None:
+                # If the newest version could not be rebuilt, there is nothing to compare with. Then the first
+                # `publish` uploads a whole version: of the weights that a resumed trainer has restored.
+                for name, tensor in checkpoint_weights(weights) if self._outbox.shapes else ():
                     self._outbox.require_same(name, tensor.shape)
                 return
             self._outbox.publish_base(self._whole(weights), step)
