@@ -34,7 +34,7 @@ PACKAGES = (
     "trainer",
     "inference_space",
     "env_space",
-    "examples",
+    "docs/examples",
 )
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
 _OUTWARD = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+)([\w./-]+)(#[\w-]+)?\)")

@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("shared", "trainer", "inference_space", "env_space", "examples"):
+    for name in ("shared", "trainer", "inference_space", "env_space"):
         shutil.copytree(
             ROOT / name, source / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
         )

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-CHECKED = ["*.md", "docs", "examples", "shared", "trainer", "inference_space", "env_space", ":!upstream"]
+CHECKED = ["*.md", "docs", "shared", "trainer", "inference_space", "env_space", ":!upstream"]
 _START = r"(?:^|(?<=[.;] ))"  # of a sentence
 HABITS = {
     r"\banew\b": "again",

@@ -135,7 +135,7 @@ TEXTS = [*(name for _, name in pages()), "CONTRIBUTING.md", "SECURITY.md", "infe
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_files_that_a_page_names_are_there(name):
-    tops = "shared|trainer|inference_space|env_space|examples|bench|docs|tests|upstream"
+    tops = "shared|trainer|inference_space|env_space|bench|docs|tests|upstream"
     for path in re.findall(rf"`((?:{tops})/[\w./-]+)`", (ROOT / name).read_text()):
         assert (ROOT / path).exists(), f"{name} names {path}"
 

@@ -14,7 +14,7 @@ import pytest
 from delta_weight_sync import RunReader, open_run
 from tests.live.replica import served
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 QUIET = {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 ALONE = QUIET | {"PATH": os.environ["PATH"]}
 

@@ -2,7 +2,7 @@
 
     export RUN=hf://buckets/me/short#first
     VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=$RUN vllm serve Qwen/Qwen3-0.6B
-    python examples/trl_script.py Qwen/Qwen3-0.6B $RUN http://localhost:8000
+    python docs/examples/trl_script.py Qwen/Qwen3-0.6B $RUN http://localhost:8000
 
 vLLM may be on any machine that can read the bucket. To try this on a CPU, replace Qwen/Qwen3-0.6B by
 `trainer/policies/wordle-tiny`, and set RUN=file:///tmp/bucket#first.

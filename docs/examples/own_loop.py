@@ -1,7 +1,7 @@
 """Publish the weights of your own training loop; at each step, only changed weights go to the bucket.
 
-    python examples/own_loop.py trainer/policies/wordle-tiny file:///tmp/bucket#own
-    torchrun --nproc-per-node 2 examples/own_loop.py trainer/policies/wordle-tiny file:///tmp/bucket#own
+    python docs/examples/own_loop.py trainer/policies/wordle-tiny file:///tmp/bucket#own
+    torchrun --nproc-per-node 2 docs/examples/own_loop.py trainer/policies/wordle-tiny file:///tmp/bucket#own
 
 The first argument is a model of the Hub or, as here, the folder of a checkpoint. With several processes the
 parameters are sharded: every rank makes the same calls, and publishes its own tensors. Stop the script at
