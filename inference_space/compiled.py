@@ -11,9 +11,8 @@ from delta_weight_sync import codec
 from delta_weight_sync.vllm.memory import Table, find
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
-SHAPE = (256, 96)
-# By encoding: shares of changed weights. The larger the share, the more modes the encoder tries.
-SHARES = {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
+# SHARES: for each encoding, shares of changed weights. The larger a share, the more modes the encoder tries.
+SHAPE, SHARES = (256, 96), {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
 
 if __name__ == "__main__":  # encode and decode deltas, find and apply their changes
     source, transposed = Geometry(0, SHAPE, (SHAPE[1], 1)), Geometry(0, SHAPE, (1, SHAPE[0]))

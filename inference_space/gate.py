@@ -38,9 +38,8 @@ ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
 # A visitor is a client without the key. A visitor's body counts as at least this many bytes of `ARRIVING`, so
 # that one visitor cannot hold many connections with tiny, slow bodies.
 LEAST = 256 << 10
-# The budget of a visitor's address: how much it gains per second, and how much it can save up. Each request
-# costs `Route.cost`: about the milliseconds of computing in this process. What vLLM computes is not counted
-# here; the lanes limit it.
+# The budget of a visitor's address: how much it gains per second, and how much it can save up. A request
+# costs `Route.cost`: about the milliseconds that this process spends. The lanes limit what vLLM computes.
 RATE = (200.0, 2000.0)
 
 

@@ -20,8 +20,7 @@ from inference_space.dashboard.state import Point, Progress, Series
 
 _BOX = 10_000
 _LEAST = 1e-12  # a span below this share of the largest value is only rounding error
-# Seconds between two ticks of a time axis.
-_TICKS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
+_TICKS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))  # seconds
 
 Words = Callable[[float], str]  # writes the label of a tick
 Scale = Callable[[list[float]], "Axis"]
@@ -137,8 +136,6 @@ _VERSIONS = partial(linear, words=lambda version: f"v{count_text(version)}", who
 
 
 def charts(run: Progress) -> dict[str, Chart]:
-    """Return the charts of a run, by the names that `run.html` uses."""
-
     def until_now(points: Series) -> Series:
         return (*points, (run.last_t, points[-1][1])) if points else ()
 
@@ -180,8 +177,8 @@ def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
 def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:
     """Split a sync into parts: name, start and end, in seconds since the trainer's hand-over.
 
-    `slow` is the commit of the replica that was last to serve the version. A commit records when it ended,
-    and how long each part took. So the replica's parts are placed from the end backwards.
+    `slow` is the commit of the replica that was last to serve the version. A commit records its end and how
+    long each part took, so the replica's parts are placed from the end backwards.
     """
     spans = [("diff", 0.0, sync.diff_s), ("publish", sync.diff_s, max(sync.diff_s, sync.publish_s))]
     if slow is None:

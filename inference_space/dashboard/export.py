@@ -63,9 +63,7 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
 
 def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
     """Write the page of `web/`. If browsers cannot read the bucket, copy the run next to the page.
-
-    Returns False if the run is too large to be copied; `folder` is then absent.
-    """
+    Returns False if the run is too large to be copied; `folder` is then absent."""
     shutil.rmtree(folder, ignore_errors=True)
     keys, place, copied = Keys(run), bucket.url, []
     if not _is_public(bucket.url):
