@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "shared"))  # space_guard, in a Space and in a checkout
+sys.path.append(str(Path(__file__).parents[1] / "shared"))  # where space_guard is, in a Space and a checkout

@@ -1,4 +1,4 @@
-"""`python -m inference_space.app`: starts the vLLM Space with the settings in the environment, and stops it.
+"""`python -m inference_space.app`: runs the vLLM Space with the settings in the environment.
 
 vLLM's engine process imports this module, too. So only `main` imports packages.
 """
@@ -11,8 +11,12 @@ log = logging.getLogger("delta_weight_sync")
 
 
 def main() -> None:
-    """Start the Space. If a setting is missing or wrong, say which: on the Hub in a web page; elsewhere, and
-    for REPLICA_FOLDER always, in the message with which the program exits."""
+    """Run the Space until SIGTERM.
+
+    If a setting is missing or wrong, a Space on the Hub serves a setup page, which names the setting. Outside
+    of the Hub, the program exits with a message that names the setting. If the folder REPLICA_FOLDER cannot
+    be used, the program exits with a message on the Hub, too.
+    """
     from delta_weight_sync.errors import DeltaWeightSyncError
     from inference_space.public_port import create_app, listen
     from inference_space.settings import SETUP, Settings

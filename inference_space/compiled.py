@@ -11,11 +11,12 @@ from delta_weight_sync import codec
 from delta_weight_sync.vllm.memory import Table, find
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
+# SHARES: for each encoding, shares of changed weights. The larger a share, the more modes the encoder tries.
 SHAPE, SHARES = (256, 96), {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
 
-if __name__ == "__main__":  # encode and decode deltas of every mode, find and apply their changes
-    turned = Geometry(0, SHAPE, (SHAPE[1], 1)), Geometry(0, SHAPE, (1, SHAPE[0]))
-    piece = Piece(torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.int16), *turned)
+if __name__ == "__main__":  # encode and decode deltas, find and apply their changes
+    source, transposed = Geometry(0, SHAPE, (SHAPE[1], 1)), Geometry(0, SHAPE, (1, SHAPE[0]))
+    piece = Piece(torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.int16), source, transposed)
     table, rng = Table({"w": Route(SHAPE, (piece,))}, {"w": (0,)}), np.random.default_rng(0)
     old = {"w": rng.integers(0, 1 << 16, SHAPE).astype(np.uint16)}
     with tempfile.TemporaryDirectory() as folder:
@@ -25,7 +26,6 @@ if __name__ == "__main__":  # encode and decode deltas of every mode, find and a
             data = codec.encode([patch], old.__getitem__, base=0, version=1, encoding=encoding)
             (path := Path(folder, "delta")).write_bytes(data)
             patches = [*codec.Delta(path).patches({"w": SHAPE}, old.__getitem__)]
-            undone = [codec.inverse(patch) for patch in patches]
-            both = codec.Decoded.of([*patches, *codec.merge(patches, undone)])
-            find([both], [table])
+            codec.merge(patches, [codec.inverse(patch) for patch in patches])
+            find([codec.Decoded.of(patches)], [table])
             codec.apply(patches[0], old["w"])

@@ -35,9 +35,11 @@ from space_guard.requests import (
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
-LEAST = 256 << 10  # a visitor's body counts as this many bytes at least, as its request holds a connection
-# The budget of one address: how much it gains per second, and how much it can save up. The cost of a route
-# is about the milliseconds of this process that a request takes; the lanes limit what vLLM computes.
+# A visitor is a client without the key. A visitor's body counts as at least this many bytes of `ARRIVING`, so
+# that one visitor cannot hold many connections with tiny, slow bodies.
+LEAST = 256 << 10
+# The budget of a visitor's address: how much it gains per second, and how much it can save up. A request
+# costs `Route.cost`: about the milliseconds that this process spends. The lanes limit what vLLM computes.
 RATE = (200.0, 2000.0)
 
 
@@ -49,9 +51,9 @@ class Route:
     path: str
     method: str = "GET"
     lane: str = "page"
-    keyed: bool = False
-    body: str | None = None
-    cost: float = 1.0
+    keyed: bool = False  # needs the key, unless inference is open
+    body: str | None = None  # None: a request with a body is refused
+    cost: float = 1.0  # see RATE
 
 
 _FILE = r"(/[\w-][\w.-]*)+"  # no part of the path begins with a dot
@@ -87,14 +89,16 @@ _HOST = (b"host", b"replica")
 
 @dataclass
 class Gate:
-    """ASGI middleware."""
+    """ASGI middleware: passes the allowed requests to `app`, and refuses all others."""
 
     app: ASGIApp
     _: KW_ONLY
-    key: str  # opens the keyed routes; if it is empty, they are open to everyone who can reach this machine
+    key: str  # opens the keyed routes; if it is empty, every client counts as a client with the key
     lanes: Mapping[str, Lane]  # the limits by the names in `Route.lane`; a lane that is missing has no limit
     readers: "Mapping[str, Completions | DashboardCalls]"  # check bodies, by the names in `Route.body`
-    open_inference: bool = False  # no route needs the key; clients with the key keep their reserve
+    # If true, no route needs the key. Clients with the key still have no rate limit, and only they can use
+    # the reserved quarter of each lane.
+    open_inference: bool = False
     rate: RateLimit = field(default_factory=lambda: RateLimit(*RATE))
     arriving: Lane = field(default_factory=lambda: Lane(ARRIVING))
 
@@ -155,8 +159,8 @@ class Gate:
             sentence = "the body must be JSON: send it with Content-Type: application/json"
             raise HTTPException(415, sentence, CLOSE)
         reader = self.readers[route.body]
-        units = min(reader.limit, announced or reader.limit)  # a body of unknown length counts as the longest
-        with self.arriving.admit(client, units if client is None else max(units, LEAST)):
+        size = min(reader.limit, announced or reader.limit)  # a body of unknown length counts as the longest
+        with self.arriving.admit(client, size if client is None else max(size, LEAST)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:
             return reader.read(body, client)
@@ -177,7 +181,7 @@ def find_route(scope: Scope) -> Route:
 
 # vLLM trusts its callers, so the gate stops requests that would cost minutes or gigabytes. vLLM itself checks
 # types, logprobs and lengths in tokens.
-BYTES_PER_TOKEN = 16  # in a body, per token of context: a token id takes 8, an escaped character 6 to 12
+BYTES_PER_TOKEN = 16  # allowed per token of the context: a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes: the limit for a long context, and while the context is unknown
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together
@@ -203,7 +207,9 @@ class Completions:
 
     context: Callable[[], int | None]  # the model's context in tokens; None while it is not known
     batch: int  # completions that one request may ask for
-    grammars: bool = True  # for clients with the key; False if inference is open and there is no key
+    # Whether clients with the key may send grammars and tools. False if inference is open and no key is set,
+    # because then every client counts as a client with the key.
+    grammars: bool = True
 
     @property
     def limit(self) -> int:
@@ -225,8 +231,9 @@ class Completions:
                 raise ValueError(f"{name} is too long: send at most {MAX_ENTRIES} entries")
         tools = asked.get("tools") and asked.get("tool_choice") != "none"
         if (client is not None or not self.grammars) and (tools or any(map(asked.get, GRAMMARS))):
-            without = f"{' and '.join(GRAMMARS)}, and tools unless tool_choice is 'none'"
-            raise ValueError(f"only clients with the key may send {without}: its owner sets REPLICA_KEY")
+            fields = f"{', '.join(GRAMMARS)} and tools (unless tool_choice is 'none')"
+            fix = "leave them out, or send the key that the Space's owner sets as REPLICA_KEY"
+            raise ValueError(f"only clients with the key may send {fields}: {fix}")
         stops = asked["stop"] if isinstance(asked.get("stop"), list) else [asked.get("stop")]
         characters = sum(len(text) for text in stops if isinstance(text, str))
         if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
@@ -263,7 +270,8 @@ class _Call(BaseModel, strict=True):
 class DashboardCalls:
     """Checks calls of the dashboard's events, so that only texts reach Gradio.
 
-    Gradio accepts a file's description instead of any value, and fetches the file with this machine's access.
+    In place of any value, Gradio also accepts an object that describes a file. Gradio then fetches this file
+    with this machine's access.
     """
 
     events: Mapping[int, int]  # the number of each event -> how many inputs it has

@@ -140,7 +140,7 @@ def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: SpaceFollower) -
 
 
 def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:
-    """Serve `app` until SIGTERM. Connections with `key` are not evicted."""
+    """Serve `app` until SIGTERM. Of more than `MAX_VISITORS` connections without `key`, close the oldest."""
     logging.getLogger("uvicorn.error").addFilter(LogLimit(LOG_LINES))
     open_files(MAX_FILES)
     serve(

@@ -1,4 +1,4 @@
-"""Settings of the vLLM Space, and what its setup page says about them and about access to the bucket."""
+"""Settings of the vLLM Space, and the problems that its setup page shows."""
 
 import socket
 from collections.abc import Mapping
@@ -31,7 +31,8 @@ class Settings(SpaceSettings):
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    # Key to inference, pokes and controls. "" opens the first two (on the Hub, only with OPEN_INFERENCE).
+    # Opens inference, pokes and the owner's controls. If the key is empty, inference and pokes need no key.
+    # On the Hub, the key may be empty only if `open_inference` is true.
     key: HeaderText = Field("", repr=False)
     open_inference: bool = False  # inference and pokes need no key
     max_requests: int | None = Field(None, ge=1)  # concurrent completions; None: 4 * max_num_seqs
@@ -60,5 +61,6 @@ def access_problems(error: Exception, url: str) -> Problems:
     if not isinstance(error, AccessDeniedError | BucketMissingError):
         return {}
     on_hub = url.startswith("hf://")
-    wrong = on_hub and (isinstance(error, AccessDeniedError) or not get_token())
-    return {"HF_TOKEN" if wrong else "REPLICA_BUCKET": f"{error}"}
+    # Without a token, the Hub may say of a private bucket that it does not exist.
+    token_needed = on_hub and (isinstance(error, AccessDeniedError) or not get_token())
+    return {"HF_TOKEN" if token_needed else "REPLICA_BUCKET": f"{error}"}

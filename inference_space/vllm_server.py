@@ -64,7 +64,8 @@ class VllmServer(Engine):
         if not gpu_build.is_installed():
             # Otherwise a CPU's first answer waits ten seconds while vLLM compiles its ranking of logprobs.
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # This script starts the engine without secrets. The script is copied, as uploads lose file modes.
+        # engine_python.sh starts the engine without the Space's secrets. The script is copied, because an
+        # upload to the Hub loses the mode that makes the file executable.
         folder = private_folder(settings.folder, "REPLICA_FOLDER")
         script = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))
         script.chmod(0o700)

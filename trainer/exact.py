@@ -29,9 +29,9 @@ Mask = NDArray[np.bool_]
 
 
 class PastPolicy:
-    """A second model, with the bf16 weights of an earlier sync and the trainer's arithmetic and attention.
+    """A second model with the bf16 weights of an earlier sync. It computes as the trainer's model does.
 
-    To move it to another sync, only the weights that changed in between are written.
+    To move the model to another sync, only the weights that changed in between are written.
     """
 
     def __init__(self, policy: torch.nn.Module, token_budget: int) -> None:
@@ -40,7 +40,7 @@ class PastPolicy:
         self._model = copy.deepcopy(policy).requires_grad_(False).eval()
         self._weights = dict(live_weights(self._model))
         for weights in self._weights.values():
-            bf16_bits(weights)
+            bf16_bits(weights)  # only to raise `ValueError` now, and not at the first `roll`
         self._token_budget = token_budget
         self.log: UndoLog  # set by `begin`
         self.sync = -1
@@ -53,7 +53,8 @@ class PastPolicy:
         self.log, (self.sync,) = log, log.syncs
 
     def keep_up(self) -> None:
-        """Move off the oldest logged sync: a publish may drop it, and `roll` must start at a logged one."""
+        """If the model is at the log's oldest sync, move the model to the next sync. A publish may drop the
+        oldest sync from the log, and `roll` can start only at a sync in the log."""
         if self.log.syncs[0] == self.sync != self.log.syncs[-1]:
             self.roll(self.log.syncs[1])
 
@@ -109,8 +110,8 @@ def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
 class ExactSamples(TrainerCallback):
     """Wraps TRL's queue of samples. A taken sample has exact old log-probabilities.
 
-    `get` handles all waiting samples together, at most a batch. If the log lacks the sync of a trained
-    token, the token's sample keeps all the engine's log-probabilities, and is counted.
+    `get` handles all waiting samples together, at most a batch. If the undo log lacks the sync of a trained
+    token, the token's sample keeps the engine's log-probabilities, and `exact/samples_left_total` counts it.
     """
 
     def __init__(self, samples: Any, past: PastPolicy, trainer: Any, publisher: Publisher) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_TILE = 4096, 32768  # at most this many tokens and vocabulary entries are in TRL's logits at a time
-_ADAMW = "adamw_torch_fused", "adamw_torch"  # other optimizers count as if they had no moments
+_TILE = 4096, 32768  # TRL computes logits in tiles of at most this many tokens and vocabulary entries
+# These optimizers have two moments per weight. For all other optimizers, no moments are counted.
+_ADAMW = "adamw_torch_fused", "adamw_torch"
 ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact with AdamW
 
 
@@ -27,17 +28,17 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
     bf16 = size == 2 or options.get("bf16", True)
     tokens = options.get("token_budget") or options.get("max_completion_length", 2048)
     layer = tokens * (2 if bf16 else 4) * (8 * text.hidden_size + 4 * text.intermediate_size)
-    kept = size * tokens * text.hidden_size  # per layer, with gradient checkpointing
-    layers, again = text.num_hidden_layers, options.get("gradient_checkpointing", True)
+    kept = size * tokens * text.hidden_size  # of each layer, with gradient checkpointing
+    layers, checkpointing = text.num_hidden_layers, options.get("gradient_checkpointing", True)
     needs = {
         "weights": size * count,
         "gradient": size * count,
         "moments": 2 * size * count * (options.get("optim", _ADAMW[0]) in _ADAMW),
-        # A rank mirrors its own tensors, and its blocks of other ranks' tensors.
+        # Each rank mirrors the tensors that it publishes, and the blocks that it holds of other tensors.
         "mirror": 2 * count * (2 - 1 / shards) * (options.get("mirror") == "device"),
         "old policy": size * count * bool(options.get("exact_old_policy")),
         "autocast": 2 * count * (bf16 and size == 4),
-        "activations": layer + layers * kept if again else layers * layer,
+        "activations": layer + layers * kept if checkpointing else layers * layer,
         "logits": 16 * min(tokens, _TILE[0]) * min(text.vocab_size, _TILE[1]),
     }
     return {name: int(need) for name, need in needs.items() if need}

@@ -22,15 +22,16 @@ from trainer.spaces import Fleet
 POKE_PATH = "/delta_weight_sync/poke"
 POKE_TIMEOUT_S = 5.0
 _POLL_S = 1.0
-_GUESS = re.compile(r"(?:[a-z]\d[+?-])+")
+_GUESS = re.compile(r"(?:[a-z]\d[+?-])+")  # the Wordle environment's answer: letters, positions and marks
 _GROUP_EVERY_S = 5.0
 _RATES = 2  # metrics that `StepRecorder` adds
 
 
 class StepRecorder(TrainerCallback):
-    """Writes TRL's metrics to the log, and a group of rollouts at most every few seconds, also before step 1.
+    """Writes TRL's metrics to the log. Also writes a group of rollouts, at most every few seconds.
 
-    A recorder takes the place of TRL's queue of samples, so that it sees the groups and counts the games.
+    Before step 1, groups are logged as step 0, so that the dashboard shows rollouts early. A recorder takes
+    the place of TRL's queue of samples, so the recorder sees the groups and counts the games.
     """
 
     def __init__(self, log: RunLogWriter, samples: Any) -> None:
@@ -39,7 +40,7 @@ class StepRecorder(TrainerCallback):
         self._complete: list[Any] = []  # the newest complete group; empty once it is in the log
         self._group_due = 0.0
         self._seen = Counter[str]()  # counts of samples, games and guesses since the last logged step
-        self._first_due = False  # whether the log has no step of the run yet
+        self._before_first = False  # whether no step of this run is in the log yet
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
@@ -48,7 +49,7 @@ class StepRecorder(TrainerCallback):
         sample = self._samples.get(*args, **options)
         if self._current and self._current[0].group_id != sample.group_id:
             self._complete, self._current = self._current, []
-            if self._first_due and time.monotonic() >= self._group_due:
+            if self._before_first and time.monotonic() >= self._group_due:
                 self._append(0, {"sample/taken": float(self._seen["samples"])})
         self._current.append(sample)
         self._seen["samples"] += 1
@@ -61,14 +62,14 @@ class StepRecorder(TrainerCallback):
         return sample
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._first_due = not state.global_step
+        self._before_first = not state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         found = ((key, n) for key, value in (logs or {}).items() if (n := _number(value)) is not None)
         metrics = dict(itertools.islice(found, METRICS - _RATES))
         if "reward" not in metrics:
             return
-        seen, self._seen, self._first_due = self._seen, Counter(), False
+        seen, self._seen, self._before_first = self._seen, Counter(), False
         if seen["games"]:
             metrics["games/solve_rate"] = seen["solved"] / seen["games"]
             metrics["games/invalid_rate"] = seen["invalid"] / seen["guesses"]

@@ -20,7 +20,8 @@ from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress, live_weig
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
     """Find how far an earlier trainer of the run came. Returns None for a new run, or if `fresh`.
 
-    Raises `StateError` if the run has versions after version 0 but no state, or if the state does not fit.
+    Raises `StateError` if the run has versions after version 0 but no state, or if another program saved the
+    state.
     """
     if fresh or (record := publisher.find_state()) is None:
         return None
@@ -32,7 +33,8 @@ def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
 
 
 class Restore(TrainerCallback):
-    """Restores the state before TRL's first sync, and the random generators before the first step."""
+    """Restores the state before TRL's first sync. Restores the random generators again before the first step,
+    because TRL may draw random numbers in between."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -51,15 +53,16 @@ class Restore(TrainerCallback):
 
 
 class SaveState(TrainerCallback):
-    """Saves the trainer's state after the first sync of a run and at the end. Other states wait until both
-    `every` syncs and the publisher's `state_minutes` (longer after a slow upload) have passed since the last.
+    """Saves the trainer's state after the first sync of a run, from time to time, and at the end.
 
-    A state belongs to a version, so steps after the last sync are published before the last state is saved.
+    From one state to the next, at least `every` syncs and the publisher's `state_minutes` pass (more minutes
+    after a slow upload). Only the state at the end does not wait. A state belongs to a version. So the steps
+    after the last sync are published before the state at the end is saved.
     """
 
     def __init__(self, publisher: Publisher, trainer: BucketGRPOTrainer, every: int) -> None:
         self._publisher, self._trainer, self._every = publisher, trainer, every
-        self._syncs = 0  # number of syncs after the last saved state
+        self._syncs = 0  # number of syncs since the last saved state; 0 means that no state is due
         self._synced = False  # whether the weights are those of the last sync
         self._in_step = True  # whether the weights may be in the middle of a step
 

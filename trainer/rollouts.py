@@ -1,6 +1,6 @@
 """Collects rollouts from several replicas and records which sync's weights generated each token.
 
-This module extends TRL's rollout worker. The worker then chooses a replica for each rollout, changes to
+This module extends TRL's rollout worker. The extended worker chooses a replica for each rollout, changes to
 another replica if the first fails, and labels each sample with the syncs that the replicas report.
 """
 
@@ -39,7 +39,7 @@ MODEL_NAME = "policy"  # the name under which every replica serves its model
 UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync is not known for sure
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
-_MIN_SYNC = "X-Policy-Min-Sync"  # a replica whose weights are older than this sync refuses the request
+_MIN_SYNC = "X-Policy-Min-Sync"  # a header: a replica with weights of an earlier sync refuses the request
 _REST_S = 2.0  # seconds in which a replica that failed gets no request
 _CONNECT_S = 20.0
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
@@ -66,17 +66,17 @@ class Router:
         self._busy = Counter[str]()  # conversations at each replica
         self._until = defaultdict[str, float](float)  # when a replica that failed may be asked again
 
-    def choose(self, now: str, failed: bool = False) -> tuple[str, float]:
+    def choose(self, current: str, failed: bool = False) -> tuple[str, float]:
         """Return the replica for a conversation's next request, and the seconds to wait before that request.
 
-        `now`: the replica of the last request ("" if there was none). `failed`: whether that request failed.
+        `current`: the replica of the last request ("" before the first). `failed`: whether it failed.
         """
         clock, urls = time.monotonic(), self._fleet.urls()
         if failed:
-            self._until[now] = clock + _REST_S
-        if now in urls and self._until[now] <= clock:
-            return now, 0.0
-        self._busy[now] -= 1
+            self._until[current] = clock + _REST_S
+        if current in urls and self._until[current] <= clock:
+            return current, 0.0
+        self._busy[current] -= 1
         found = min(urls, key=lambda url: (max(self._until[url], clock), self._busy[url], random.random()))
         self._busy[found] += 1
         return found, max(0.0, self._until[found] - clock)
@@ -91,11 +91,14 @@ class Conversation:
 
     def __init__(self) -> None:
         self.replica = ""  # the replica that got the last request
-        self._oldest: list[int] = []
-        self._turns: list[TurnRecord] = []  # with syncs in place of log-probabilities
+        self._oldest: list[int] = []  # for each answer: the oldest sync whose weights generated a token
+        # Syncs stand where TRL has log-probabilities. So TRL's code, which makes samples of turns, also takes
+        # the sync of each token to its place in the sample.
+        self._turns: list[TurnRecord] = []
 
     def add_turn(self, prompt: list[int], output: list[int], headers: Mapping[str, str], last: int) -> None:
-        """Record an answer and the syncs that its headers name; syncs after `last` do not count."""
+        """Record an answer and the syncs that its headers name. This trainer does not have the weights
+        of syncs after `last`: their tokens stay `UNKNOWN`, and the answer counts as if it were of `last`."""
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
         syncs = np.full(len(output), UNKNOWN)
         for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):
@@ -116,7 +119,8 @@ _conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("co
 
 class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     """TRL's loop, which runs in a child process. Here a sample's `model_version` is the oldest sync whose
-    weights generated a token of the conversation. In TRL, it is the newest sync when the group begins."""
+    weights generated a token of the conversation. TRL sets `model_version` to the newest sync when the group
+    of the sample begins."""
 
     _env_tools: dict[str, Any]
 
@@ -172,13 +176,13 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             try:
                 answer, headers = await self._request(f"{url}{path}", payload, timeout)
                 own = int(headers.get("x-policy-term", -1)) == self._term
-                # Up to the sync `inherited`, an earlier trainer had the same weights as this one.
+                # For the syncs up to `inherited`, an earlier trainer had the same weights as this trainer.
                 last = sys.maxsize if own else self._model_version_value.inherited
                 conversation.add_turn(payload["prompt"], answer["choices"][0]["token_ids"], headers, last)
                 return answer
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
-                # The others may come from a replica that is waking up, or whose weights are too old.
+                # Other errors may be temporary: a replica is waking up, or its weights are too old (503).
                 if 400 <= status < 500 and status not in (408, 425, 429):
                     raise RolloutError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
@@ -206,7 +210,8 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
 
 
 class Syncs(ctypes.Structure):
-    """Shared with the child process: the newest sync, and the newest inherited from an earlier trainer."""
+    """Memory that the child process shares. `value`: this trainer's newest sync. `inherited`: the newest sync
+    for which an earlier trainer of the run had the same weights as this trainer."""
 
     _fields_ = (("value", ctypes.c_int), ("inherited", ctypes.c_int))
 
@@ -220,7 +225,7 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Accept the earlier trainer's syncs up to `sync`: up to it, both trainers had the same weights."""
+        """Accept the earlier trainer's syncs up to `sync`, because both trainers had their weights."""
         self._model_version_value.inherited = sync
 
 

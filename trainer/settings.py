@@ -23,20 +23,23 @@ class Settings:
 
     replicas: list[str] = field(metadata={"help": "URLs of the vLLM replicas, or files that list them."})
     model: str = _option("Base policy: a Hub id or the folder of a checkpoint.")
-    bucket: str = _option("hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>")
+    bucket: str = _option("The bucket: hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>")
     run: str = _option("Name of the run. Its objects are stored below runs/<run>/ in the bucket.")
     task: str = _option(f"What to train on: {', '.join(TASKS)}.", "wordle")
     env_url: str = _option("URL of the Wordle Space (task 'wordle').", "")
     prompt: str = _option("Prompt of each game (task 'wordle').", WORDLE_PROMPT)
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
-    mirror: Place = field(default="host", metadata={"help": "Memory that holds the newest sync's mirror."})
+    mirror: Place = field(default="host", metadata={"help": "Memory of the mirror (all weights in bf16)."})
     keep: str = _option("How much of the run the bucket keeps, such as '20GB' or '7d'; default: all.", "")
-    state_every: int = _option("Minimum syncs between states, except at the end; see --state_minutes.", 20)
-    state_minutes: float = _option("Minimum minutes between states, except at the end.", 5.0)
+    state_every: int = _option(
+        "Minimum syncs between states. --state_minutes must have passed, too. The last state does not wait.",
+        20,
+    )
+    state_minutes: float = _option("Minimum minutes between states. The last state does not wait.", 5.0)
     norm_learning_rate: float = _option("Learning rate of norms and biases; 0: same as --learning_rate.", 0.0)
     minutes: float = _option("Stop after this many minutes and publish everything; 0: no limit.", 0.0)
     fresh: bool = _option("Start again from --model instead of resuming the run.", False)
-    exact_old_policy: bool = _option("Old log-probabilities come from the weights that made a token.", False)
+    exact_old_policy: bool = _option("Recompute each old log-probability with its token's weights.", False)
 
     def __post_init__(self) -> None:
         smallest = {"minutes": 0, "state_minutes": 0, "norm_learning_rate": 0, "state_every": 1}

@@ -45,7 +45,7 @@ class SpacesUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The state of a Space. `up`: whether the app answered, not the Hub."""
+    """The state of a Space. `up`: True only if the app itself answered, and not the Hub."""
 
     state: str
     up: bool = False
@@ -66,7 +66,7 @@ class Fleet:
         self._entries, self._urls = entries, list[str]()
 
     def urls(self) -> list[str]:
-        """The replicas' URLs; those of the last call if a file cannot be read or no URL is left.
+        """Return the replicas' URLs. If a file cannot be read or no URL is left, return the last call's URLs.
 
         Raises:
             SpacesUnavailableError: A file cannot be read or no URL is left, and no earlier call found a URL.
@@ -100,7 +100,7 @@ class Spaces:
         return [*found, (self._env_url, "env")] if self._env_url else found
 
     def wake(self) -> None:
-        """Ask each Space for its state. Raises `SpacesUnavailableError` if waiting cannot help."""
+        """Wake each Space with a request. Raises `SpacesUnavailableError` if waiting cannot help."""
         for url, kind in self._spaces:
             self._probe(url, kind)
 
@@ -205,8 +205,8 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
     status = response.status_code
     if status in (401, 403):
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
-    # The Hub says that a private Space does not exist if the token may not see it. While a Space starts, the
-    # Hub answers with an HTML page and a status for which the next condition is false.
+    # While a Space starts, the Hub answers with an HTML page, and with a status below 300, from 500 on, or in
+    # the next line. For a private Space that the token may not see, the Hub answers that it does not exist.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         fix = f"give the Space's own URL with {_OPTION[kind]}, such as https://<owner>-<name>.hf.space"
@@ -218,9 +218,9 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
 def headers(url: str, kind: Kind = "replica") -> dict[str, str]:
     """The credentials for a request to a replica or an environment.
 
-    All Spaces in `SPACES` receive `SPACE_KEY`; if they are on the Hub, also `SPACE_HF_TOKEN`, which opens
-    private Spaces. An environment that is not in `SPACES` receives `ENV_KEY`; a replica that is not in it
-    receives nothing. No Space receives `HF_TOKEN`, which can write. Raises `ValueError` for a bad value.
+    All Spaces in `SPACES` receive `SPACE_KEY`. Those on the Hub also receive `SPACE_HF_TOKEN`, which opens
+    private Spaces. If a Space is not in `SPACES`, an environment receives `ENV_KEY`, and a replica receives
+    nothing. No Space receives `HF_TOKEN`, which can write. Raises `ValueError` for a bad value.
     """
     key = token = ""
     if origin := _own_origin(url):
@@ -261,5 +261,5 @@ def _origin(url: str) -> tuple[str, str, int] | None:
     return scheme, match[2].lower(), int(match[3] or {"http": 80, "https": 443}[scheme])
 
 
-# Connections that an asyncio task shares with the tasks that it starts.
+# The HTTP session of a rollout's asyncio task. The tasks that it starts, such as tool calls, use it, too.
 connections: contextvars.ContextVar[aiohttp.ClientSession] = contextvars.ContextVar("connections")

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 GRACE_S = 10.0  # time to finish the step in progress
 LIMIT_S = 24.0  # time to finish everything, counted from the signal
-END_S = 28.0  # time from the signal to the end of the process, whatever its threads do
+END_S = 28.0  # after this time from the signal, the process ends, even if its threads still work
 
 
 class Stop(TrainerCallback):
@@ -55,7 +55,8 @@ class Stop(TrainerCallback):
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal end the block quietly. After the block, interrupt only work that takes too long."""
+        """A signal ends the `with` block without an exception. After the block, a signal does not interrupt
+        immediately. Only a timer interrupts work that takes too long."""
         try:
             yield
         except KeyboardInterrupt:
@@ -81,7 +82,9 @@ class Stop(TrainerCallback):
             signal.setitimer(signal.ITIMER_REAL, self.left_s)
         if any(found):
             control.should_training_stop = True
-        self._in_step = control.should_training_stop  # the last sync follows, as a part of the step
+        # At the end of training, `SaveState` still makes the last sync. A signal must not interrupt this sync
+        # immediately, so it counts as part of the step.
+        self._in_step = control.should_training_stop
 
     def _note(self, number: int) -> None:
         self.signal, self._deadline = number, time.monotonic() + LIMIT_S

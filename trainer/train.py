@@ -4,8 +4,8 @@
         --run first --replicas https://me-vllm.hf.space --env_url https://me-wordle.hf.space
 
 Rollouts come from the replicas over HTTPS. After each optimizer step the trainer puts the changed weights
-into the bucket, and the replicas fetch them from there. However a trainer ends, the same command resumes the
-run. Read `train` from top to bottom.
+into the bucket, and the replicas fetch them from there. If a trainer ends, is killed or crashes, the same
+command resumes the run. Read `train` from top to bottom.
 
 For several processes, write `accelerate launch --use_fsdp --fsdp_version 2 -m` instead of `python -m`. Then
 each rank publishes its tensors and saves its part of the state, and only the main rank talks to replicas.
@@ -37,7 +37,7 @@ from trainer.spaces import Fleet, Spaces, SpacesUnavailableError
 from trainer.stop import Stop
 from trainer.tasks import Task, make_task
 
-_FIRST_SYNC = 1  # TRL's number of the sync before the first step
+_FIRST_SYNC = 1  # TRL syncs once before the first step, and gives this sync the number 1
 _HEAD_START_S = 0.05  # on a CPU, the next step waits at most this long for the publisher; see `on_sync`
 
 
@@ -51,19 +51,20 @@ def main() -> None:
     if config.use_cpu and not (
         torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ):
-        config.bf16, config.mixed_precision = False, "no"  # without AVX-512, float32 is ten times faster
+        config.bf16, config.mixed_precision = False, "no"  # without AVX-512, bf16 takes ten times as long
     try:
         train(settings, config)
     except (DeltaWeightSyncError, SpacesUnavailableError) as error:
         sys.exit(f"trainer: {error}")
-    except KeyboardInterrupt as request:
+    except KeyboardInterrupt as interrupt:  # `Stop` puts the signal's number into it
         print("trainer: stopped; the same command resumes from what is in the bucket", flush=True)
-        sys.exit(128 + (request.args[0] if request.args else signal.SIGINT))
+        sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
 
 
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
-    if config.token_budget is None:  # TRL would ask a replica, but none serves before version 0
+    # TRL would ask a vLLM server for the default. But no replica serves before version 0.
+    if config.token_budget is None:
         raise SystemExit("--token_budget is missing: set the max tokens of a forward pass, or 0 for no limit")
     if not config.use_cpu and (problem := gpu_build.problem()):
         raise SystemExit(f"trainer: {problem}")
@@ -75,7 +76,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         needs = memory.parts(settings.model, vars(settings) | vars(config), shards)
         if problem := memory.problem(needs, torch.cuda.mem_get_info()[0]):
             raise SystemExit(f"trainer: {problem}")
-    patches.install("every_rank", "replicas")
+    patches.install("every_rank", "replicas")  # the features of TRL without which this program cannot work
     stop = Stop(settings.minutes, alone=config.world_size == 1)
     task, peers = make_task(settings, config), Peers()
     fleet = Fleet(settings.replicas if peers.main else [])  # the other ranks contact no Space
@@ -111,7 +112,9 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         trainer = make_trainer(settings, config, task, publisher, worker, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)
         trainer.add_callback(states)
-        trainer.add_callback(stop)  # last: it lets signals interrupt, so the other callbacks must be done
+        # Add `stop` last. After the callback of `stop`, a signal interrupts immediately, and would cut off
+        # any callback that comes later.
+        trainer.add_callback(stop)
 
         with stop.interruptible():
             # Publish version 0 if the run is new. Otherwise check that the run has the same model.
@@ -119,7 +122,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             with peers.fail_together():
                 spaces.wait()  # until a replica serves a version
             gc.collect()
-            gc.freeze()  # without this, each garbage collection scans all imports, for a fifth of a second
+            gc.freeze()  # otherwise each collection scans all objects of the imports, for a fifth of a second
             trainer.begin()  # each sync calls `Publisher.publish`
 
         if stop.signal:
@@ -150,6 +153,8 @@ def make_trainer(
         if config.use_cpu and config.world_size == 1:
             with contextlib.suppress(TimeoutError):
                 publisher.flush(_HEAD_START_S)
+        # A resumed trainer first repeats syncs of the earlier trainer, and does not publish them again. So
+        # replicas serve the earlier trainer's versions, and the worker must accept the term of that trainer.
         if worker:
             worker.inherit(publisher.repeated_sync)
 
@@ -175,7 +180,7 @@ def make_trainer(
 
 
 class PolicyTrainer(BucketGRPOTrainer):
-    """Trains norms and biases at `norm_rate`, or if that is 0, at `learning_rate` like all other weights.
+    """Trains norms and biases at `norm_rate`. If that is 0, all weights are trained at `learning_rate`.
 
     Norms are a thousandth of the weights or less, and decide how confident a policy is. More confidence is
     the first thing that RL teaches. With their own rate, norms learn this while few other weights change.
@@ -185,7 +190,7 @@ class PolicyTrainer(BucketGRPOTrainer):
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        for group in optimizer.param_groups:  # TRL puts weights without weight decay into a separate group
+        for group in optimizer.param_groups:  # norms and biases have a group, because they do not decay
             if self.norm_rate and all(weight.ndim == 1 for weight in group["params"]):
                 group["lr"] = self.norm_rate
         return optimizer

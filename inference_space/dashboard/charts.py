@@ -1,7 +1,7 @@
 """The charts of the page: curves with their axes, and the last syncs on one time axis.
 
-A chart's paths lie in a box of 10,000 x 10,000 that the browser stretches. Strokes keep their width, and
-dots are the round caps of empty strokes, so nothing is distorted. Colours come from the style sheet.
+A chart's paths lie in a box of 10,000 x 10,000 that the browser stretches. Strokes keep their width. A dot is
+a stroke of length 0 with round caps, so dots stay round. Colours come from the style sheet.
 """
 
 import math
@@ -20,9 +20,9 @@ from inference_space.dashboard.state import Point, Progress, Series
 
 _BOX = 10_000
 _LEAST = 1e-12  # a span below this share of the largest value is only rounding error
-_SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
+_TICKS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))  # seconds
 
-Words = Callable[[float], str]
+Words = Callable[[float], str]  # writes the label of a tick
 Scale = Callable[[list[float]], "Axis"]
 Span = tuple[str, float, float]  # name, start and end
 
@@ -112,8 +112,8 @@ def logarithmic(values: Iterable[float], words: Words) -> Axis:
 def ago(first: float, now: float) -> Axis:
     """Return a time axis that ends at `now`, with ticks at round spans before `now`."""
     first = min(first, now - 1)
-    years = _SPANS[-1] * math.ceil((now - first) / (4 * _SPANS[-1]))
-    step = next((step for step in _SPANS if 4 * step >= now - first), years)
+    longest = _TICKS[-1] * math.ceil((now - first) / (4 * _TICKS[-1]))  # beyond 120 days
+    step = next((step for step in _TICKS if 4 * step >= now - first), longest)
     spans = range(step, int(now - first) + 1, step)
     return Axis(first, now, ((now, "now"), *((now - span, f"−{time_text(span)}") for span in spans)))
 
@@ -175,7 +175,11 @@ def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
 
 
 def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:
-    """Split a sync into parts. The replica's parts end with `slow`, the commit with the largest lag."""
+    """Split a sync into parts: name, start and end, in seconds since the trainer's hand-over.
+
+    `slow` is the commit of the replica that was last to serve the version. A commit records its end and how
+    long each part took, so the replica's parts are placed from the end backwards.
+    """
     spans = [("diff", 0.0, sync.diff_s), ("publish", sync.diff_s, max(sync.diff_s, sync.publish_s))]
     if slow is None:
         return spans

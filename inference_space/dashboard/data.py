@@ -33,10 +33,12 @@ FAILED_S = 300.0  # seconds until a damaged object is read again: it may have be
 MAX_REBUILD = 1_000_000_000  # max bytes of files from which a dashboard rebuilds a version for a proof
 MAX_DOWNLOAD = 256_000_000  # max bytes of an object that a visitor may download through the dashboard
 WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's own
-CALLS = 240  # in a window; each makes up to 3 requests. The Hub allows a free user 1,000, and 5,000 for files
+# Calls of the bucket in a window. A call makes up to 3 requests. In a window, the Hub allows a free user
+# 1,000 requests to its API and 5,000 for files.
+CALLS = 240
 BYTES = 2_000_000_000  # in a window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
-_DIGEST_TRIES = 10
+_DIGEST_TRIES = 10  # lookups of the same missing digests, until the run has a newer version
 _DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica still serves
 _MANIFESTS, _PROOFS = 256, 4096  # answers kept in memory
 _TENSORS = 200_000  # max tensors in all opened deltas in memory together; each takes about 300 bytes
@@ -96,7 +98,7 @@ class RunCache:
         while True:
             self._asked.clear()
             self._refresh()
-            self._pause(Event(), EVERY_S)
+            self._pause(Event(), EVERY_S)  # nothing sets this event, so the pause takes `EVERY_S`
             if not self._asked.is_set():
                 self._pause(self._asked, IDLE_S)
 
@@ -221,13 +223,14 @@ class AnswerCache(Generic[Question, Answer]):
                     self._kept[question] = found, self.weigh(found), math.inf
                 except (errors.ProtocolError, errors.CodecError) as error:
                     until = self.clock() + FAILED_S
+                    # The weight lets at most 1,024 errors fit, whatever `weigh` counts.
                     self._kept[question] = error.with_traceback(None), self.room / 1024, until
             self._kept.move_to_end(question)
             answer, *_ = self._kept[question]
             while len(self._kept) > 1 and sum(weight for _, weight, _ in self._kept.values()) > self.room:
                 self._kept.popitem(last=False)
             if isinstance(answer, Exception):
-                raise answer.with_traceback(None)
+                raise answer.with_traceback(None)  # each raise would make a kept traceback longer
             return answer
 
 
@@ -315,13 +318,13 @@ class Library:
             return open_delta(RunReader(self.bucket, self.run).fetch_all(manifest.delta, folder))
 
     def _rebuild(self, manifest: Manifest) -> str:
-        way = manifest.recipe()
-        if way.size > MAX_REBUILD:  # the sum of the files, because a manifest can claim any `full_bytes`
+        recipe = manifest.recipe()
+        if recipe.size > MAX_REBUILD:  # the sum of the files, because a manifest can claim any `full_bytes`
             fix = f"run delta-weight-sync verify {self.bucket.url}#{self.run}"
             raise errors.ProtocolError(f"this model is too large to be rebuilt here: {fix}")
         with Scratch() as folder:
             RunReader(self.bucket, self.run).checkout(manifest, folder)
-        steps = len({delta.version for delta in way.deltas})
+        steps = len({delta.version for delta in recipe.deltas})
         rebuilt = f"v{manifest.version} was rebuilt from anchor v{manifest.anchor.version} and {steps} deltas"
         return f"{rebuilt}: all {manifest.total} weights give the published digest {manifest.digest}"
 

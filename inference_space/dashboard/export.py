@@ -35,10 +35,12 @@ MAX_COPY = 100_000_000  # bytes; a larger run is not copied for the replica in a
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     """Write `run`, or the run created last, to `folder`, and return the path of the page.
 
-    The subfolder `watch` holds the replica for browsers. Unless the bucket is public on the Hub, `watch` also
-    holds a copy of the run's weights. There is no `watch` without `web/` or if the copy exceeds `MAX_COPY`.
+    The subfolder `watch` gets the replica for browsers. Browsers can read a bucket that is public on the Hub.
+    For any other bucket, `watch` also gets a copy of the run's weights. `watch` is left out if the copy would
+    exceed `MAX_COPY`, or if the folder `web/` is missing (it is only in a checkout).
 
-    Raises `ProtocolError` if the run has no version.
+    Raises `ProtocolError` if the bucket holds no run or the run has no version, and `ObjectMissingError` if
+    the bucket lacks the run that `run` names.
     """
     info = parse(RunInfo, bucket.get(Keys(run).info), Keys(run).info) if run else newest_run(bucket)
     if info is None:
@@ -60,7 +62,8 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
 
 
 def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
-    """Write the page of `web/`, and the run if browsers cannot read it. Returns False if it is too large."""
+    """Write the page of `web/`. If browsers cannot read the bucket, copy the run next to the page.
+    Returns False if the run is too large to be copied; `folder` is then absent."""
     shutil.rmtree(folder, ignore_errors=True)
     keys, place, copied = Keys(run), bucket.url, []
     if not _is_public(bucket.url):
@@ -79,9 +82,10 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
             bucket.fetch(one.key, folder / "run" / one.key, MAX_COPY)
     if copied:  # the browser reads this list, because many file servers do not list folders
         (folder / "run" / "keys.json").write_text(json.dumps([one.key for one in copied]))
-    index, own = folder / "index.html", 'data-bucket="{}" data-run="{}" data-keys="{}" data-first="{}"'
-    given = Markup(own).format(place, run, os.environ.get(PUBLIC_KEY, ""), "")  # there is no preview file
-    index.write_text(re.sub(own.replace("{}", '[^"]*'), lambda _: given, index.read_text(), count=1))
+    index, names = folder / "index.html", 'data-bucket="{}" data-run="{}" data-keys="{}" data-first="{}"'
+    # `data-first` is empty, because only the recorded run in `web/` has a file with a preview of an anchor.
+    given = Markup(names).format(place, run, os.environ.get(PUBLIC_KEY, ""), "")
+    index.write_text(re.sub(names.replace("{}", '[^"]*'), lambda _: given, index.read_text(), count=1))
     return True
 
 
@@ -127,7 +131,7 @@ def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[
 
 
 def _delta(library: Library, version: int) -> tuple[Manifest, views.OpenedDelta] | None:
-    """Open a delta. Returns None if the delta is damaged, or no longer complete in the bucket."""
+    """Open a delta. Returns None if the version has no delta, or if its delta is damaged or incomplete."""
     try:
         return library.delta(version)
     except (ObjectMissingError, ProtocolError, CodecError) as error:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # the dashboard also runs without a replica
 # Gradio writes the request's host name into its page. `prerendered` requests the page under this name,
 # and replaces the name by `location.origin`.
 _NAME = "dashboard.invalid"
-_SESSIONS = 512  # open pages whose revision is remembered; to a forgotten page, the run is sent again
+_SESSIONS = 512  # open pages whose shown revision is remembered; any other page is sent the run again
 
 # Set by the Hub in a Space whose README says `hf_oauth: true`; Gradio reads all four.
 _LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
@@ -174,7 +174,8 @@ def render(view: data.RunView) -> Markup:
 
 
 def body(run: Progress, view: data.RunView | None = None) -> Markup:
-    """Render a run's figures, with its curves, or with its start if `view` is given (no step yet)."""
+    """Render a run's figures and curves. If `view` is given, the run has no step yet: in place of the curves,
+    the page shows how far the run has come (`view.start`)."""
     (syncs, axis), drawn = timeline(run), charts(run)
     return render_template("run.html", run=run, charts=drawn, syncs=syncs, axis=axis, view=view)
 
@@ -263,6 +264,7 @@ def mount(
     Raises:
         ValueError: The installed Gradio has a different page.
     """
+    # If the installed Gradio does not fit, fail now instead of at the first request.
     insert((Path(gr.__file__).parent / "templates/frontend/index.html").read_text(), "")
     cache = data.RunCache(bucket, run, own_status=own_status)
     owner = Owner(key, "" if login_problem() else os.environ.get("SPACE_AUTHOR_NAME", ""))

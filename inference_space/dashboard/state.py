@@ -17,11 +17,11 @@ from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent
 
 POINTS = 300  # points of a curve, more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
-_MEAN = 20  # steps in the first and in the last mean reward; fewer in a short run, so that no step is in both
+_MEAN = 20  # steps in the mean of the first rewards, and of the last; in a short run, half of all steps
 _UNSETTLED = 64  # versions whose slowest commit is kept, because a replica may commit a version late
 _ROWS = 12  # rows of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
-_STEPS = 256  # changes of a replica's version in that chart
+_CHANGES = 256  # changes of a replica's version that are kept for the staircase
 _REPLICAS = 128  # replicas shown; of more, the replica that was silent longest is dropped
 _MEDIANS = 1 << 16  # a median of at most this many values is exact
 # The curves of a run. The points are (version, value) up to "saved", and (step, value) after that.
@@ -53,8 +53,8 @@ class Replica:
     """One replica. Do not trust the texts in its status: they come from outside."""
 
     status: ReplicaEvent
-    lag_s: float | None = None  # of its last commit that was no join: seconds from the trainer's hand-over
-    versions: Series = ()  # (unix seconds, version) of each change; in a `Progress`, of those in the chart
+    lag_s: float | None = None  # seconds from the hand-over to its last commit; joins do not count
+    versions: Series = ()  # (unix seconds, version) at each change; in a `Progress`, those in the chart
     lags: Series = ()  # (version, seconds); only in a `Progress`
 
     def report(self, status: ReplicaEvent, t: float) -> "Replica":
@@ -62,7 +62,7 @@ class Replica:
         if self.versions and status.version == self.status.version:
             return replace(self, status=status)
         change = (t, math.nan if status.version is None else status.version)
-        return replace(self, status=status, versions=(*self.versions, change)[-_STEPS:])
+        return replace(self, status=status, versions=(*self.versions, change)[-_CHANGES:])
 
 
 @dataclass(eq=False)
@@ -113,10 +113,10 @@ class Start(NamedTuple):
 
 
 class Curve:
-    """A curve of at most `POINTS` points and the newest one, however many points are added.
+    """A curve of at most `POINTS` points, and the newest point, however many points are added.
 
-    When the curve is full, neighbouring points are merged in pairs: a drawn point is then the mean
-    of several points. With `peaks`, its y is their maximum, so that spikes stay visible.
+    When the curve is full, neighbouring points are merged in pairs: a drawn point is then the mean of several
+    added points. With `peaks`, the y of a drawn point is their maximum, so that spikes stay visible.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
@@ -325,7 +325,8 @@ def moments(newest: int) -> list[int]:
 
 
 def _stride(newest: int) -> int:
-    """The distance of two moments, in versions. As it only doubles, no moment is added between others."""
+    """The distance of two moments, in versions: a power of two. When the distance doubles, every second
+    moment is dropped. So a version that was no moment never has to become one."""
     return 1 << math.ceil(math.log2(max(1, newest / (FRAMES - 1))))
 
 

@@ -24,7 +24,7 @@ FAR = 5  # units of the last place (ULPs); larger moves count as `FAR`
 # Limits, because the bucket may be hostile and the model's size is unknown here.
 MAX_TABLE = 4 << 20  # limit in bytes of the header of a delta's part, enough for some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes; a larger part of a delta is not decoded for a picture
-MAX_NUMBERS = 1 << 23  # limit of the numbers in a decoded part, at 14 bytes each
+MAX_NUMBERS = 1 << 23  # limit of what is decoded of a part (changes or elements), at 14 bytes each
 PAGE = 25  # objects of each kind on a page of the view Bucket
 _STAND_ALONE = {"gaps", "mask", "dense"}  # modes that decode without the old weights
 _MAX_CELLS, _MAX_REST = 20_000, 200  # limits: cells of the heat map, tensors outside of the map
@@ -220,7 +220,7 @@ def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
     """Return the numbers behind the animations, for JSON."""
     measured = facts_of(run, model)
     facts = [asdict(found) for found in (measured, EXAMPLE) if found]
-    for found in facts:  # a smaller model gets a slower link
+    for found in facts:  # sending all weights of a smaller model takes as long as for the example
         found["link"] = min(LINK, LINK * found["full_bytes"] / EXAMPLE.full_bytes)
     chance, cells = random.Random(7), range(_GRID[0] * _GRID[1])
     grid = {

@@ -67,7 +67,7 @@ def test_only_clients_with_the_key_have_grammars_compiled(fields):
     with pytest.raises(ValueError, match="only clients with the key may send structured_outputs"):
         READER.read(json.dumps(PLAIN | fields).encode(), "a visitor")
     open_to_all = Completions(lambda: CONTEXT, batch=64, grammars=False)
-    with pytest.raises(ValueError, match="its owner sets REPLICA_KEY"):
+    with pytest.raises(ValueError, match="owner sets as REPLICA_KEY"):
         open_to_all.read(json.dumps(PLAIN | fields).encode())
 
 

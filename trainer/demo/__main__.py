@@ -1,7 +1,8 @@
 """Runs environment, replica (with the dashboard) and trainer on this machine, for `make demo`.
 
-Each of the three is a process with its own settings. They share only URLs; trainer
-and replica also share a key pair. The dashboard and the demo's own lines show the run's log, in the bucket.
+Each of the three is a process with its own settings. The processes know each other only by URL. The trainer
+signs each version with a new key pair, and the replica gets the public key. The dashboard and the lines that
+the demo prints come from the run's log, which is in the bucket.
 """
 
 import argparse
@@ -40,7 +41,7 @@ _TRAINER = Path(__file__).parents[1]
 _GPU_SHARE = "--gpu-memory-utilization 0.3"
 _TRAINING = 0.9  # share of the time for training; in the rest, the last version is published and served
 _POLL_S = 0.5
-_QUIET_S = 3.0
+_QUIET_S = 3.0  # a step is printed only if no line was printed for this time
 _ENOUGH = 40  # with fewer steps, the rewards of the first and the last tenth are mostly chance
 
 
@@ -196,16 +197,16 @@ def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
 def _run(processes: Processes, name: str, folder: Path, port: int, minutes: float) -> None:
     policy, progress = POLICIES[name], Progress(minutes)
     bucket_url = (folder / "bucket").as_uri()
-    space, env = free_port(port), free_port()
-    env_url, replica_url = f"http://127.0.0.1:{env}", f"http://127.0.0.1:{space}"
+    replica_port, env_port = free_port(port), free_port()
+    env_url, replica_url = f"http://127.0.0.1:{env_port}", f"http://127.0.0.1:{replica_port}"
     progress.say(f"dashboard    {replica_url}   (bucket {bucket_url})")
     progress.say(f"play Wordle  {env_url}   (yourself, or watch the policy)")
     progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
-    games = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env), "WORDLE_REPLICA_URL": replica_url}
+    games = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env_port), "WORDLE_REPLICA_URL": replica_url}
     processes.start("env", ["env_space.app"], games, nice=10)  # on a CPU, rollouts have the same low priority
-    replica = replica_settings(policy, bucket_url, space, folder)
+    replica = replica_settings(policy, bucket_url, replica_port, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
     command += ["--minutes", f"{progress.left_s * _TRAINING / 60:.3f}"]

@@ -26,7 +26,8 @@ class ChildError(RuntimeError):
 class Processes(contextlib.AbstractContextManager["Processes"]):
     """Starts `python -m <module>` children; leaving the block stops them and all their descendants.
 
-    If this process is killed, the kernel kills its children. Each child must see to its own children.
+    If this process is killed, the kernel kills its children, but not the children of these children. So each
+    child must ensure that its own children end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,8 +48,9 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # So Ctrl-C reaches only this process, which stops its children. All processes stay in one
-                # session, because Linux compares nice values only within a session (an autogroup).
+                # With a process group of its own, a child gets no Ctrl-C: this process gets it, and stops the
+                # children. The child gets no session of its own, because Linux compares the nice values of
+                # processes only within a session (autogroup).
                 process_group=0,
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )

@@ -77,8 +77,10 @@ def _up(api: HfApi, arguments: Arguments) -> None:
         print(f"\npage         {api.endpoint}/spaces/{space.repo_id}{reach}")
         return
     options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
-    known = None if arguments.unsigned else keys.read_signing_keys(owner, name)
-    trusted = known[1] if known else "" if arguments.unsigned else NO_KEY_YET
+    trusted = ""  # replicas check no signatures
+    if not arguments.unsigned:
+        known = keys.read_signing_keys(owner, name)
+        trusted = known[1] if known else NO_KEY_YET
     plans = make_plan(owner, name, **options, trusted=trusted)
     if folder := arguments.dry_run:
         write(plans, folder)
@@ -127,7 +129,7 @@ costs        ${usd:.2f} per hour while all Spaces run, $0.00 while they sleep or
 
 to train, on a machine with a GPU:
 
-    set -a; {sources}; set +a    # the keys; also set HF_TOKEN and SPACE_HF_TOKEN as here
+    set -a; {sources}; set +a    # the keys; also set HF_TOKEN and SPACE_HF_TOKEN, as on this machine
     export SPACES="{env} {replicas}"    # the only servers that receive the key
     accelerate launch -m trainer.train --config trainer/configs/qwen3_0_6b.yaml \\
         --bucket {bucket} --run {arguments.run} \\

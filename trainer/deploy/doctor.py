@@ -98,8 +98,8 @@ def _space_token(setup: Setup) -> str:
 def _plan(setup: Setup) -> str:
     owner, account = setup.owner, setup.account
     payer = account.orgs.get(owner, account.who)
-    signs = ("isPro",) if payer is account.who else ("plan", "isEnterprise")
-    if not any(payer.get(sign) for sign in signs):
+    paid = ("isPro",) if payer is account.who else ("plan", "isEnterprise")  # fields that show a paid plan
+    if not any(payer.get(field) for field in paid):
         fix = "subscribe at https://huggingface.co/pricing"
         raise DeployError(f"{owner} has no paid plan, but {hub.PLAN}: {fix}")
     if payer.get("canPay") is False:
@@ -135,18 +135,18 @@ def _signatures(setup: Setup) -> str:
     file = keys.signing_file(setup.owner, setup.name)
     in_environment, _ = signing.keys_in(os.environ)
     in_file = keys.read_signing_keys(setup.owner, setup.name)
-    signs = in_environment.public if in_environment else in_file and in_file[0]
+    signer = in_environment.public if in_environment else in_file and in_file[0]  # a public key
     replicas = [space for space in setup.spaces if "-replica-" in space.repo_id]
     trusted = {space.repo_id: space.variables.get(signing.PUBLIC_KEY) for space in replicas}
     if not any(trusted.values()):
         return "no replica checks signatures; `up` without --unsigned changes that"
-    if not signs:
+    if not signer:
         raise DeployError(f"the signing key is missing: copy {file} from the machine where `up` made it")
     for repo_id, public in trusted.items():
-        if signs not in (public or "").split(","):
-            problem = f"{repo_id} trusts {public or 'every version'}, but this machine signs with {signs}"
+        if signer not in (public or "").split(","):
+            problem = f"{repo_id} trusts {public or 'every version'}, but this machine signs with {signer}"
             raise DeployError(f"{problem}: run `up`, and start the trainer with the keys in {file}")
-    return f"replicas trust {signing.fingerprint(signs)}, with which this machine signs"
+    return f"replicas trust {signing.fingerprint(signer)}, with which this machine signs"
 
 
 def _versions(setup: Setup) -> str:

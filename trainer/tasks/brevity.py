@@ -16,7 +16,7 @@ _COUNTRIES = ("France", "Japan", "Brazil", "Kenya", "Canada", "India", "Norway",
 
 
 def reward_brevity(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """From 1 for an empty answer to 0 for `SCALE` tokens or more; the end token is not counted."""
+    """The reward falls from 1 for an empty answer to 0 for `SCALE` tokens. The end token does not count."""
     return [max(0.0, 1.0 - (len(ids) - 1) / SCALE) for ids in completion_ids]
 
 

@@ -1,7 +1,8 @@
 """Reverse-text: the policy writes a text backwards, letter by letter. More similar answers earn more.
 
 Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. A text has
-words from the tokenizer's vocabulary: after a space, each is one token, which the policy has to spell.
+words from the tokenizer's vocabulary. Each word, with the space before it, is one token. So the policy sees
+no letters, and has to know how each token is spelled.
 """
 
 import random

@@ -50,7 +50,7 @@ def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(page, url, run
     run.status("far", 0, error=HOSTILE)
     page.goto(url)
     expect(page.locator("#dws-live h1")).to_have_text("v1 serving on 1/2 replicas")
-    lead = "44 KB per sync instead of 440 KB · paused 20 ms (median)"
+    lead = "44 KB per sync instead of 440 KB · generation paused 20 ms (median)"
     expect(page.locator("#dws-live .lead")).to_have_text(lead)
     far, near = rows(page, 0)
     assert far == ["far", "serving", "v0", "1 version behind", "", f"yes {digest_of(0)}", HOSTILE]
