@@ -59,12 +59,12 @@ def run(_: Results) -> dict[str, Any]:
         "weights": syncs[0].total,
         "changed": median(sync.changed for sync in syncs) / syncs[0].total,
         "every_s": (syncs[-1].t - syncs[0].t) / (len(syncs) - 1),
-        "publish_s": median(sync.publish_s for sync in syncs),
-        "poke_s": median(pokes),
-        "fetch_s": median(commit.fetch_s for commit in commits),
-        "stage_s": median(commit.stage_s for commit in commits),
-        "commit_s": median(commit.commit_ms for commit in commits) / 1e3,
-        "steps_s": quantiles(steps, n=100)[::2],  # up to the 99th, because most waits are for a long step
+        "publish_s": _sample([sync.publish_s for sync in syncs]),
+        "poke_s": _sample(pokes),
+        "fetch_s": _sample([commit.fetch_s for commit in commits]),
+        "stage_s": _sample([commit.stage_s for commit in commits]),
+        "commit_s": _sample([commit.commit_ms / 1e3 for commit in commits]),
+        "step_s": _sample(steps),
         "lag_s": _spread([commit.lag_s for commit in commits]),
     }
     return measured | {"simulated_lag_s": _spread(simulate(measured).fleet.lags)}
@@ -73,12 +73,12 @@ def run(_: Results) -> dict[str, Any]:
 def simulate(measured: Results) -> Figures:
     """The same run in the simulator."""
     machine = OneMachine(
-        read_s=measured["fetch_s"],
-        write_s=measured["publish_s"] / _IN_TURN,
-        poke_s=measured["poke_s"],
-        stage_s=measured["stage_s"],
-        commit_s=measured["commit_s"],
-        steps=tuple(measured["steps_s"]),
+        reads=measured["fetch_s"],
+        writes=tuple(seconds / _IN_TURN for seconds in measured["publish_s"]),
+        pokes=measured["poke_s"],
+        stages=measured["stage_s"],
+        commits=measured["commit_s"],
+        steps=measured["step_s"],
     )
     weights, changed, every_s = measured["weights"], measured["changed"], measured["every_s"]
     asked = Scenario(weights, changed, 1, every_s, minutes=10, one_machine=machine, poll_s=_POLL_S)
@@ -111,6 +111,11 @@ def _tokens(client: httpx.Client) -> Iterator[float]:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 yield time.perf_counter()
+
+
+def _sample(seconds: Sequence[float]) -> list[float]:
+    """Every second percentile, from the first to the 99th."""
+    return [round(each, 6) for each in quantiles(seconds, n=100)[::2]]
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,10 +242,6 @@ class Future(Event):
             self.error = error
         self.set()
 
-    def cancel(self) -> bool:
-        """Unlike `concurrent.futures.Future`, cancel nothing, even if the work has not begun."""
-        return False
-
     def result(self) -> Any:
         """As in `concurrent.futures.Future`."""
         self.wait()
@@ -274,6 +270,15 @@ class Executor:
             self._free -= 1
             self._clock.spawn(self._serve)
         return future
+
+    def map(self, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        """As in `ThreadPoolExecutor`: after an error, nothing further begins."""
+        futures = [self.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            self._queue.clear()
 
     def _serve(self) -> None:
         while self._queue:

@@ -65,14 +65,17 @@ class Link:
 
 @dataclass(frozen=True)
 class OneMachine:
-    """The measured times, in seconds, of a run whose bucket is a folder on the same machine (`make demo`)."""
+    """What was measured of a run whose bucket is a folder on the same machine (`make demo`).
 
-    read_s: float  # of a file in the folder
-    write_s: float
-    poke_s: float  # from the new HEAD until the replica looks at it
-    stage_s: float
-    commit_s: float
-    steps: tuple[float, ...]  # lengths of vLLM's steps, each equally likely
+    Each field has times in seconds; the simulator draws one of them, all equally likely.
+    """
+
+    reads: tuple[float, ...]  # of a file in the folder
+    writes: tuple[float, ...]
+    pokes: tuple[float, ...]  # from the request until the answer
+    stages: tuple[float, ...]
+    commits: tuple[float, ...]
+    steps: tuple[float, ...]  # of vLLM
 
 
 class Hub:
@@ -80,7 +83,7 @@ class Hub:
 
     def __init__(self, clock: Clock, rng: random.Random, limits: Limits, event_s: float, lost: float) -> None:
         """An event comes within `event_s` seconds; a share `lost` of them never comes."""
-        self.clock, self.limits, self._rng, self._event_s, self._lost = clock, limits, rng, event_s, lost
+        self.clock, self.limits, self.rng, self._event_s, self._lost = clock, limits, rng, event_s, lost
         self.objects: dict[str, tuple[bytes, store.ObjectInfo]] = {}
         self.uploaded: dict[str, bytes] = {}  # not yet stored under their keys
         self.kinds = Counter[tuple[str, str]]()  # (role, request) -> how many
@@ -108,8 +111,8 @@ class Hub:
         if "/heads/" in key:
             self.heads.append((key, etag))
             for feed in list(self.feeds):
-                if self._rng.random() >= self._lost:
-                    self.clock.call(self._rng.uniform(0, self._event_s), feed.arrived.set)
+                if self.rng.random() >= self._lost:
+                    self.clock.call(self.rng.uniform(0, self._event_s), feed.arrived.set)
 
     def begin(self) -> None:
         """Set all counts to 0."""
@@ -320,28 +323,28 @@ class FolderBucket(SimBucket):
         """None come, except pokes."""
         return Notifications(self.quota, self.hub.clock.seconds)
 
-    def _access(self, name: str, seconds: float) -> None:
+    def _access(self, name: str, times: Sequence[float]) -> None:
         self.hub.kinds[self.role, name] += 1
-        self.hub.clock.sleep(seconds)
+        self.hub.clock.sleep(self.hub.rng.choice(times))
 
     def _read(self, key: str, limit: int) -> list[bytes]:
-        self._access("read", self._machine.read_s)
+        self._access("read", self._machine.reads)
         data, size = self._found(key)
         self._check_limit(key, size, limit)
         self.hub.received[self.role] += size
         return [data]
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        self._access("write", self._machine.write_s)
+        self._access("write", self._machine.writes)
         self.hub.keep(key, data if isinstance(data, bytes) else stand_in(data))
 
     def _stat(self, key: str) -> store.ObjectInfo:
-        self._access("look", self._machine.read_s)
+        self._access("look", self._machine.reads)
         self._found(key)
         return self.hub.objects[key][1]
 
     def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
-        self._access("look", self._machine.read_s)
+        self._access("look", self._machine.reads)
         yield from (info for key, (_, info) in self.hub.objects.items() if key.startswith(prefix))
 
     def _delete(self, keys: Sequence[str]) -> None:

@@ -328,11 +328,14 @@ class CountedEngine:
     def _took(self, changes: float, *, decoded: bool) -> Times:
         asked, clock = self._fleet.asked, self._fleet.clock
         if machine := asked.one_machine:
+            chosen = map(self._fleet.rng.choice, (machine.pokes, machine.stages, machine.commits))
+            call_s, stage_s, commit_s = chosen
+            clock.sleep(call_s)  # the call waits for the API server's event loop, as a poke does
             self._end_of_step(machine)  # vLLM takes a call between two steps
-            clock.sleep(machine.stage_s)
+            clock.sleep(stage_s)
             self._end_of_step(machine)
-            clock.sleep(machine.commit_s)
-            return machine.stage_s, machine.commit_s, machine.commit_s, clock.now
+            clock.sleep(commit_s)
+            return stage_s, commit_s, commit_s, clock.now
         stage_s, pause_s = cost.taking_s(asked.params, changes, "fast", asked.workers, asked.threads)
         if not decoded:
             stage_s = cost.PLACE.seconds(0, changes) / asked.workers / asked.threads
@@ -503,7 +506,7 @@ class Fleet:
         self.versions.append(manifest)
         if machine := self.asked.one_machine:  # the trainer pokes the replicas
             for replica in self.replicas.values():
-                self.clock.spawn(functools.partial(self._poke, replica, machine.poke_s))
+                self.clock.spawn(functools.partial(self._poke, replica, self.rng.choice(machine.pokes)))
 
     def _poke(self, replica: Replica, poke_s: float) -> None:
         self.clock.sleep(poke_s)

@@ -176,11 +176,6 @@ class CommandError(DeltaWeightSyncError, kind="command"):
     """The command given to `bisect` or `follow` failed, or `bisect` cannot find a first bad version."""
 
 
-def kind_of(error: BaseException) -> str:
-    """The stable `kind` of an error of this library, or "unexpected" for any other error."""
-    return error.kind if isinstance(error, DeltaWeightSyncError) else "unexpected"
-
-
 def printable(text: str) -> str:
     r"""`text` as one line with escaped control codes, such as `\x1b` for the escape character."""
     return "".join(

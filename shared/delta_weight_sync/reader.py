@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 from safetensors import SafetensorError
 
@@ -23,7 +22,6 @@ from delta_weight_sync.records import (
     Manifest,
     Rank,
     Recipe,
-    Sealed,
     VersionKey,
     Writer,
     head_writer,
@@ -31,7 +29,7 @@ from delta_weight_sync.records import (
     reference,
     version_key,
 )
-from delta_weight_sync.signing import PublicKeys
+from delta_weight_sync.signing import Kind, PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 from delta_weight_sync.util import in_order
 
@@ -40,7 +38,6 @@ _TRIES = 5  # attempts to list and read the HEADs; a new writer may remove a HEA
 _MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: the public key is probably wrong
 _MAX_DAMAGED = 64  # a search reads at most this many manifests, because a forged one can claim any version
 _MAX_HEADS = 16  # a search reads at most this many HEADs: usually there is one
-Kind = TypeVar("Kind", bound=Sealed)
 Problems = dict[str, Exception]
 """Records that were skipped in the search for a valid record: key -> error."""
 
@@ -225,12 +222,8 @@ class RunReader:
         with contextlib.suppress(errors.BucketError):  # `fetch` then says which file cannot be read
             self.bucket.fetch_together(lacking)
         with ThreadPoolExecutor(SIDE_BY_SIDE, "fetch") as pool:  # these threads end with the fetch
-            downloads = [pool.submit(self.fetch, ref, folder) for ref in wanted]
-            try:
-                return [download.result() for download in downloads]
-            finally:
-                for download in downloads:  # after an error, begin no further file
-                    download.cancel()
+            # After an error, `map` begins no further file.
+            return list(pool.map(lambda ref: self.fetch(ref, folder), wanted))
 
     def fetch_anchor(self, anchor: AnchorRef, folder: Path) -> None:
         """Fetch an anchor's files. Small files come first; if one of them is damaged, no weights are fetched.

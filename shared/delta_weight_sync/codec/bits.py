@@ -37,12 +37,18 @@ Numbers = NDArray[np.int64]
 State = NDArray[np.int64]
 
 
+@kernel
 def rice_k(numbers: Numbers) -> tuple[int, int]:
     """Return (k, bits): the best k for runs between independent events, and the length of their section."""
-    total, k = int(numbers.sum()), 0
+    total, k = np.int64(0), 0
+    for number in numbers:
+        total += number
     if total > 0:
         k = min(max(math.ceil(math.log2(-LOG_LIMIT / math.log1p(numbers.size / total))), 0), MAX_K)
-    return k, numbers.size * (k + 1) + int((numbers >> k).sum())
+    bits = np.int64(numbers.size) * (k + 1)
+    for number in numbers:
+        bits += number >> k
+    return k, int(bits)
 
 
 @kernel
@@ -262,15 +268,16 @@ def finished(state: State) -> bool:
     return bool((state[LEFT] == 0).all() and (state[RUN] > FAR >> 1).all())
 
 
-def runs_before(events: Numbers) -> Numbers:
-    """Return the run before each event: int64 [n]. `events`, int64 [n], are ascending positions."""
-    runs = events.copy()
-    runs[1:] -= events[:-1]
-    runs[1:] -= 1
-    return runs
-
-
+@kernel
 def _flipped(runs: Numbers, total: int) -> Numbers:
     """Return the runs of a flipped band: how many marked items directly precede each unmarked item."""
-    marked = np.cumsum(runs + 1) - 1
-    return runs_before(np.delete(np.arange(total), marked))
+    flipped = np.zeros(total - runs.size, np.int64)
+    at, marked = 0, 0
+    for run in runs:
+        if run > 0:
+            flipped[at] = marked
+            at, marked = at + run, 0
+        marked += 1
+    if at < flipped.size:
+        flipped[at] = marked
+    return flipped

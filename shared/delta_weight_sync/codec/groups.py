@@ -117,11 +117,13 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
         runs, elements, band_of = positions.band_runs(olds, indices, cut)
         rows["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
     elif mode == "gaps":
-        runs, elements = [bits.runs_before(_in_group(patches))], [sum(p.numel for p in patches)]
+        runs, elements = [_flat_runs(patches)], [sum(p.numel for p in patches)]
         rows["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
     else:  # one bit per element, tensor after tensor, row-major, lowest bit first
         mask = np.zeros(sum(p.numel for p in patches), np.bool_)
-        mask[_in_group(patches)] = True
+        starts = accumulate((p.numel for p in patches), initial=0)
+        for start, patch in zip(starts, patches, strict=False):
+            mask[start + patch.index] = True
         streams["mask"] = _pack(np.packbits(mask, bitorder="little"))
     values, value_streams = _encode_values(ulps, band_of, bands)
     return Group.model_validate(rows | values), streams | value_streams
@@ -228,7 +230,7 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
     if bands > 1:
         runs, changes, _ = positions.band_runs([_as_weights(band_of)], [at], _BY_BAND)
     else:
-        runs, changes = [bits.runs_before(at)], [band_of.size]
+        runs, changes = [np.diff(at, prepend=-1) - 1], [band_of.size]
     large, where = bits.encode_runs(runs, changes)
     amounts = np.minimum(ulps[at], 0 - ulps[at]).astype(np.int64) - 2
     parts = positions.by_band(amounts, band_of[at], bands)
@@ -286,10 +288,14 @@ def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) 
     return good
 
 
-def _in_group(patches: Sequence[Patch]) -> Index:
-    """int64 [n]: the position of each change in the group."""
-    starts = accumulate((p.numel for p in patches), initial=0)
-    return np.concatenate([start + p.index for p, start in zip(patches, starts, strict=False)])
+def _flat_runs(patches: Sequence[Patch]) -> Index:
+    """int64 [n]: the number of unchanged elements before each change of a group."""
+    out = np.empty(sum(p.index.size for p in patches), np.int64)
+    carried, first = 0, 0
+    for patch in patches:
+        carried = positions.flat_runs(patch.index, patch.numel, carried, out[first:])
+        first += patch.index.size
+    return out
 
 
 def _pack(content: Bytes) -> Bytes:
@@ -336,8 +342,7 @@ def _other_modes(patch: Patch) -> list[Mode]:
     if patch.index.size < _FEW:
         return []  # another mode needs a group of its own, whose description takes more than the mode saves
     density = patch.index.size / patch.numel
-    adjacent = int((np.diff(patch.index) == 1).sum())  # changes whose preceding element changed, too
-    share = adjacent / patch.index.size
+    share = positions.neighbours(patch.index) / patch.index.size
     worth: dict[Mode, bool] = {
         "mask": density > 1 / 8 or share > _CLUSTERED * density + 0.05,
         "dense": density > 1 / 4,

@@ -84,6 +84,28 @@ def _exponent(bits: np.uint16) -> np.uint16:
     return (bits >> np.uint16(7)) & np.uint16(0xFF)
 
 
+@kernel
+def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
+    """Write the runs of a tensor's changes to `out` [n]. Return the number of elements after the last change.
+
+    `carried`: the number that the call for the previous tensor of the group returned.
+    """
+    before = np.int64(-1) - carried
+    for j in range(index.size):
+        out[j] = index[j] - before - 1
+        before = index[j]
+    return int(numel - 1 - before)
+
+
+@kernel
+def neighbours(index: Index) -> int:
+    """Count the changes whose preceding element changed, too."""
+    count = 0
+    for j in range(1, index.size):
+        count += index[j] == index[j - 1] + 1
+    return count
+
+
 def band_runs(
     olds: Sequence[Bits], indices: Sequence[Index], cut: Cut
 ) -> tuple[list[Index], list[int], Band]:
@@ -102,6 +124,8 @@ def band_runs(
 
 def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
     """Split `numbers` by band, and keep their order."""
+    if bands == 1:
+        return [numbers]
     ends = np.bincount(band_of, minlength=bands).cumsum()
     return np.split(numbers[np.argsort(band_of, kind="stable")], ends[:-1])
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from delta_weight_sync.checkpoint import INDEX
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
-from delta_weight_sync.reader import Kind, Problems, RunReader
+from delta_weight_sync.reader import Problems, RunReader
 from delta_weight_sync.records import (
     ANCHOR_PAYS,
     MAX_FILES,
@@ -31,7 +31,7 @@ from delta_weight_sync.records import (
     links_for,
     reference,
 )
-from delta_weight_sync.signing import writer_keys
+from delta_weight_sync.signing import Kind, writer_keys
 from delta_weight_sync.store import Bucket, ObjectInfo, file_sha256
 
 _EVERY = 16  # versions between two listings of the run

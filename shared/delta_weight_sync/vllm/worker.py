@@ -118,7 +118,7 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            self.gather(f"rank {self.rank}: {_sentence(error)}")
+            self.gather(f"rank {self.rank}: {_failed(error)['error']}")
             raise
         if failures := [failure for failure in self.gather("") if failure]:
             raise errors.WorkerError(failures[0])
@@ -430,11 +430,9 @@ def call(worker: Any, op: str, **arguments: Any) -> Answer:
     return answer
 
 
-def _failed(error: Exception) -> Answer:
-    return {"error": _sentence(error), "kind": errors.kind_of(error)}
-
-
-def _sentence(error: BaseException) -> str:
-    """The error's message, preceded by its type unless it is an error of this library."""
-    ours = isinstance(error, errors.DeltaWeightSyncError)
-    return f"{error}" if ours else f"{type(error).__name__}: {error}"
+def _failed(error: BaseException) -> Answer:
+    """The answer for an error: its message, and its kind. For an error of another library, the message begins
+    with the error's type."""
+    if isinstance(error, errors.DeltaWeightSyncError):
+        return {"error": f"{error}", "kind": error.kind}
+    return {"error": f"{type(error).__name__}: {error}", "kind": "unexpected"}
