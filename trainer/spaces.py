@@ -84,7 +84,8 @@ class Fleet:
 
 def expand(entries: Iterable[str]) -> list[str]:
     """The URLs among the entries, and the URLs in the files that the other entries name."""
-    return " ".join(entry if "://" in entry else Path(entry).read_text() for entry in entries).split()
+    words = " ".join(entry if "://" in entry else Path(entry).read_text() for entry in entries).split()
+    return [word.rstrip("/") for word in words]
 
 
 class Spaces:
@@ -235,14 +236,19 @@ def headers(url: str, kind: Kind = "replica") -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
+_own: dict[str, list[str]] = {}  # value of `SPACES` -> URLs as last read, in case a file cannot be read again
+
+
 def _own_origin(url: str) -> tuple[str, str, int] | None:
     """Scheme, host and port of `url` if `SPACES` lists a URL with the same three; otherwise None."""
     origin = _origin(url)
+    listed = os.environ.get("SPACES", "")
     try:
-        own = expand(os.environ.get("SPACES", "").split())
+        _own[listed] = expand(listed.split())
     except OSError as error:
-        raise ValueError(f"SPACES must have URLs or files with URLs, but this is neither: {error}") from error
-    return origin if origin in map(_origin, own) else None
+        if listed not in _own:
+            raise ValueError(f"SPACES must have URLs or files with URLs; this is neither: {error}") from error
+    return origin if origin in map(_origin, _own[listed]) else None
 
 
 def _variable(name: str) -> str:

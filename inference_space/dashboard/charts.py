@@ -20,7 +20,7 @@ from inference_space.dashboard.state import Point, Progress, Series
 
 _BOX = 10_000
 _LEAST = 1e-12  # a span below this share of the largest value is only rounding error
-_TICKS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))  # seconds
+_TICKS = sorted(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))  # seconds
 
 Words = Callable[[float], str]  # writes the label of a tick
 Scale = Callable[[list[float]], "Axis"]

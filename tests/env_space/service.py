@@ -66,7 +66,7 @@ class Space:
     def wait(self):
         def answers():
             assert self.process.poll() is None, self._log.read_text()
-            with suppress(httpx.ConnectError):
+            with suppress(httpx.TransportError):
                 return httpx.get(f"{self.url}/health", trust_env=False, timeout=PATIENCE_S)
 
         soon(answers, self._log.read_text)

@@ -172,6 +172,18 @@ def test_all_own_servers_get_the_key_and_those_on_the_hub_the_token(monkeypatch,
     assert spaces.headers(url) == expected
 
 
+def test_a_file_of_spaces_counts_as_last_read_while_it_cannot_be_read(monkeypatch, tmp_path):
+    own = tmp_path / "spaces.txt"
+    monkeypatch.setenv("SPACES", f"{own}")
+    with pytest.raises(ValueError, match="SPACES must have URLs or files with URLs"):
+        spaces.headers("http://127.0.0.1")
+    own.write_text("http://127.0.0.1/\n")
+    assert spaces.expand([f"{own}"]) == ["http://127.0.0.1"], "paths are appended to it"
+    assert spaces.headers("http://127.0.0.1") == {"X-Space-Key": KEY}
+    own.unlink()
+    assert spaces.headers("http://127.0.0.1") == {"X-Space-Key": KEY}
+
+
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb"])
 def test_a_key_that_fits_no_header_is_refused_and_not_shown(monkeypatch, key):
     monkeypatch.setenv("SPACES", "http://127.0.0.1")

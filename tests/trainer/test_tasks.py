@@ -186,6 +186,22 @@ def test_an_answer_earns_its_likeness_in_the_first_tags(said, earned):
     assert reverse_text.reward_reversed(completions, text=["red fox"]) == [pytest.approx(earned)]
 
 
+@pytest.mark.parametrize(
+    ("options", "prompts"),
+    [({"max_steps": 3}, 6), ({"max_steps": 3, "gradient_accumulation_steps": 4}, 24), ({}, 2000)],
+    ids=["each step has two", "a step of four batches", "no limit of steps"],
+)
+def test_a_task_has_the_prompts_that_the_run_trains_on(tmp_path, monkeypatch, options, prompts):
+    asked = []
+    monkeypatch.setattr(reverse_text, "make_task", lambda _, prompts, __: asked.append(prompts))
+    config = AsyncGRPOConfig(
+        str(tmp_path), per_device_train_batch_size=8, num_generations=4, use_cpu=True, **options
+    )
+    places = {"bucket": "file:///b", "run": "first", "replicas": ["http://x"]}
+    make_task(TrainerSettings(model="m", task="reverse_text", **places), config)
+    assert asked == [prompts]
+
+
 def test_a_model_whose_tokenizer_knows_no_words_is_refused_by_name(tmp_path):
     tiny.build(tmp_path / "base", tie=True, seed=0)
     places = {"bucket": "file:///b", "run": "first", "replicas": ["http://x"]}

@@ -287,10 +287,11 @@ def test_a_heal_that_is_refused_does_not_keep_a_replica_from_deltas(
 ) -> None:
     monkeypatch.setattr(vllm, "take_checkpoint", refused("codec"))
     serving.commands.heal()
-    time.pass_for(2, serving)
+    time.pass_for(20, serving)
+    assert serving.report(-1).status.error, "the owner can read why"
     run.step()
     time.pass_for(2, serving)
-    assert serving.serving == run.newest
+    assert (serving.serving, serving.report(-1).status.error) == (run.newest, None)
     assert vllm.take_checkpoint.call_count == 1
 
 

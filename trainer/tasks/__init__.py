@@ -14,6 +14,8 @@ from datasets import Dataset
 
 from trainer.settings import TASKS, Settings
 
+_UNLIMITED = 1_000  # a run without a limit of steps repeats its prompts after so many steps
+
 
 @dataclass(frozen=True)
 class Task:
@@ -28,8 +30,9 @@ def make_task(settings: Settings, config: Any) -> Task:
     """Build the task that the settings name, for TRL's `config`. Raises `SystemExit` for a wrong setting."""
     if settings.task not in TASKS:
         raise SystemExit(f"--task must be one of {', '.join(TASKS)}; it is {settings.task!r}")
-    batch = config.per_device_train_batch_size * config.world_size
-    prompts = max(config.max_steps * batch // config.num_generations, 1)
+    batch = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
+    steps = config.max_steps if config.max_steps > 0 else _UNLIMITED
+    prompts = max(steps * batch // config.num_generations, 1)
     module = importlib.import_module(f"trainer.tasks.{settings.task}")
     task: Task = module.make_task(settings, prompts, config.seed)
     return task

@@ -121,7 +121,7 @@ class Shortcuts:
         self._version = version
         for start in self._starts:
             start.version = -1
-        self.lost = False
+        self.lost, self._warned = False, ""
 
     def stored(self) -> list[Stored]:
         """Return the parts that this rank has stored since the last call."""

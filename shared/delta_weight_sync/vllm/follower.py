@@ -78,6 +78,9 @@ class Follower:
         self._served_last: Manifest | None = None  # like `serving`, but kept while nothing is served
         self._learned: Shapes = {}  # shapes of the tensors whose places vLLM knows
         self._healing = False
+        self._heal_refused = (
+            False  # if so, `_error` says why; it is reported until the next version is served
+        )
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
@@ -179,7 +182,7 @@ class Follower:
             return True
         if taken and (problem := self._watcher.problem()):
             self._complain(f"{problem}", "serving")
-        elif taken and self._error:
+        elif taken and self._error and not self._heal_refused:
             self._note("serving")
         return taken
 
@@ -196,7 +199,7 @@ class Follower:
             self._join(manifest)
         elif manifest != self.serving:
             self._advance(manifest, self.serving)
-        else:
+        elif not self._heal_refused:
             self._note("serving")
         self._healing = False
 
@@ -257,7 +260,8 @@ class Follower:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
-            self._healing &= error.kind not in _REFUSALS  # after a refusal, continue with deltas
+            if not first and error.kind in _REFUSALS:
+                self._healing, self._heal_refused = False, True  # go back to deltas
             raise
         self._joining.reset()
         for ref in manifest.anchor.weights:
@@ -310,6 +314,7 @@ class Follower:
 
     def _serve(self, manifest: Manifest, *times: float, joined: bool = False) -> None:
         """Record that a version is served. `times`: fetch, then `Times`; empty if no weight changed."""
+        self._heal_refused = False
         self._signed_by = self._reader.public_keys.signer(manifest, "the manifest")
         self.serving = self._served_last = manifest
         now = time.time()
