@@ -46,8 +46,8 @@ def client(app, address: str = VISITOR, **options) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://replica", **options)
 
 
-async def ask_raw(app, path: str, *received, headers: dict[str, str]) -> list:
-    """The messages of the answer to a POST request of which `received` arrives, and then nothing more."""
+async def ask_raw(app, path: str, *received, method: str = "POST", headers=()) -> list:
+    """The messages of the answer to a request of which `received` arrives, and then nothing more."""
     arriving, sent = iter(received), []
 
     async def receive():
@@ -56,8 +56,8 @@ async def ask_raw(app, path: str, *received, headers: dict[str, str]) -> list:
     async def send(message):
         sent.append(message)
 
-    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": pairs}
+    pairs = [(name.lower().encode(), value.encode()) for name, value in dict(headers).items()]
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": pairs}
     await app({**scope, "query_string": b""}, receive, send)
     return sent
 

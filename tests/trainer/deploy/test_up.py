@@ -367,7 +367,7 @@ def test_without_spaces_a_command_says_how_to_get_them(world: World, command):
         ({"replicas": 0}, ["--replicas"]),
         ({"owner": "me/you"}, ["--owner", "me/you"]),
         ({"name": "a b"}, ["--name"]),
-        ({"run": "../other"}, ["--run", "letters"]),
+        ({"run": "../other"}, ["--run", "not a run name"]),
     ],
 )
 def test_an_impossible_plan_is_refused_with_the_name_of_the_option(wish, words):
