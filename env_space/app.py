@@ -54,7 +54,7 @@ _INTEGER = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_int
 
 
 class Opening(BaseModel):
-    """A request for a game. If you send it again with the same `id` and `seed`, you get the same game."""
+    """A request for a game. If you send the same request again, `id` included, you get the same game."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -78,8 +78,7 @@ class Guess(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # A minimum of 0 allows every word. But with any constraint, pydantic refuses lone surrogates, which no
-    # response can hold.
+    # With a `min_length`, pydantic refuses lone surrogates, which no response can hold. 0 allows every word.
     word: Annotated[str, Field(min_length=0)]
     turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _INTEGER]
 
@@ -234,7 +233,6 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
 
     @app.get("/metrics", response_class=Response, include_in_schema=False)
     async def render_metrics() -> Response:
-        """Games, guesses, capacity and times in Prometheus' text format."""
         text = prometheus.generate_latest(metrics.registry)
         return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
 
@@ -265,16 +263,16 @@ def _answer_problems(app: FastAPI) -> None:
 
 
 def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
-    """uvicorn's options. They leave room for two connections of each of `games` games of trainers."""
+    """uvicorn's options. `games` is the max number of trainers' games; each game gets two connections."""
     visitors = max(MAX_VISITORS, games)
     wanted = visitors + 2 * games
     connections = open_files(wanted + _SPARE_FILES) - _SPARE_FILES
-    visitors = visitors * connections // wanted  # if the system allows fewer connections, the same share
+    visitors = visitors * connections // wanted  # the system may allow fewer connections than `wanted`
     return {
         "http": limited_http(LIMITS, visitors, key),
         "limit_concurrency": connections,
-        # Shorter than the visitors' limit. Otherwise the connections of a full backlog, once accepted, could
-        # take the places of all earlier visitors.
+        # The server can accept a full backlog in one go. Each new visitor beyond the limit ends the oldest
+        # visitor's connection. With a longer backlog, new visitors could end the connections of all others.
         "backlog": visitors // 2,
         "forwarded_allow_ips": PROXIES,
         "headers": [("Content-Security-Policy", FRAMING), ("Referrer-Policy", "no-referrer"), *SAFE_HEADERS],
@@ -285,7 +283,7 @@ def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
         "ws_max_size": MAX_BODY_BYTES,
         "ws_per_message_deflate": False,
         "ws_ping_interval": 30,
-        "ws_ping_timeout": 300,  # a client may train for minutes; pings only serve to find dead sockets
+        "ws_ping_timeout": 300,  # a client that trains may answer no ping for minutes, and is not dead
     }
 
 
@@ -293,7 +291,7 @@ def main() -> None:
     """Serve with the settings in the environment. If a setting is missing or wrong, a Space on the Hub says
     so on its page; elsewhere the program exits."""
     log_as_json(per_minute=600)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO would name the replica at every move
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO, httpx logs the URL of each request
     try:
         settings = Settings.read(os.environ)
         app = create_app(settings)

@@ -16,7 +16,7 @@ from space_guard.setup import SettingsError
 
 LENGTH = 5
 MAX_GUESSES = 6
-MAX_STORED = 32  # a guess is stored up to this length in characters, because a policy may write long ones
+MAX_STORED = 32  # a guess is cut to this many characters before it is stored: a policy may write a long text
 MAX_SEED = 2**53  # all languages can read integers below this exactly from JSON
 HELD_OUT = 10  # one answer in this many is never used in training
 
@@ -85,8 +85,8 @@ MOVE = TypeAdapter(Move)
 def feedback(guess: str, secret: str) -> str:
     """Mark each letter of `guess`: '+' in place, '?' elsewhere, '-' absent.
 
-    A letter that occurs n times in the secret gets at most n marks '+' or '?'. The marks '+' come first. What
-    is left of the n goes to the letter's other places as '?', from left to right.
+    If the secret has a letter n times, at most n places of the guess with this letter get '+' or '?': first
+    the places where the letter is right, then the others from left to right. All further places get '-'.
     """
     unmatched = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
     marks = []
@@ -147,7 +147,6 @@ def ignored_hint(word: str, clues: Iterable[tuple[str, str]]) -> str:
 
 
 def quote(word: str) -> str:
-    """Put `word`, cut to 20 characters, in quotes."""
     return repr(word if len(word) <= 20 else word[:20] + "...")
 
 

@@ -2,7 +2,7 @@
 
 The protocol is implemented here, because the `openenv` package installs a hundred others. The texts are those
 that clients of OpenEnv's public Wordle environment understand: a guess is in square brackets, the marks are
-the letters G, Y and X on a line below "Feedback:", and "You attempted an invalid move" costs a turn.
+the letters G, Y and X below "Feedback:", and an invalid guess is answered "You attempted an invalid move".
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Session, Sessions
 
 Answer = dict[str, Any]
-MAX_IDLE = 64  # max connections without a game; `max_sessions` if that is higher
+MAX_IDLE = 64  # max connections without a game; if `max_sessions` is higher, it is the limit instead
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _EXAMPLES = {4: "lane", 5: "crane", 6: "planet", 7: "strange"}
 _LETTERS = str.maketrans("+?-", "GYX")
@@ -163,14 +163,12 @@ class Table:
     def _observation(self) -> Answer:
         reward, done = self._last.get("reward"), self._last.get("done", False)
         message = Message(sender_id=-1, content=self._text, category="MESSAGE")
-        seen = Observation(
-            prompt=self._prompt, messages=[message], info=self._last, reward=reward, done=done
-        ).model_dump(exclude={"reward", "done"})
-        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
+        seen = Observation(prompt=self._prompt, messages=[message], info=self._last, reward=reward, done=done)
+        data = {"observation": seen.model_dump(exclude={"reward", "done"}), "reward": reward, "done": done}
+        return {"type": "observation", "data": data}
 
 
 def _error(code: str, message: str, **more: Any) -> Answer:
-    """A refusal with one of OpenEnv's error codes."""
     return {"type": "error", "data": {"message": message, "code": code, **more}}
 
 

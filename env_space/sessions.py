@@ -64,8 +64,8 @@ class Sessions:
     """Holds at most `capacity` games in play. Nothing here awaits, so one event loop needs no locks.
 
     A game expires `ttl_s` seconds after its start or its last move; other requests do not keep it alive.
-    An ended game stays for `ttl_s` seconds, or until `capacity` more games end. Until then, the game answers
-    retries. (If the game expired, retries of its moves are refused.)
+    An ended game stays for `ttl_s` seconds, or until `capacity` more games end. While the game stays, retries
+    get the same answers as before. But if the game expired, retries of its moves are refused.
     """
 
     capacity: int

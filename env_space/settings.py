@@ -18,10 +18,11 @@ class Settings(SpaceSettings):
     max_sessions: int = Field(1024, ge=1)  # max API games in play at the same time
     session_ttl_s: float = Field(600, gt=0, allow_inf_nan=False)  # seconds without a move before expiry
     replica_url: str | None = Field(None, pattern="^https?://[^/]")  # the replica whose policy can be watched
-    replica_prompt: str = Field("Play Wordle.", min_length=1)  # the prompt from the policy's training
+    replica_prompt: str = Field("Play Wordle.", min_length=1)  # the prompt that the policy was trained with
     replica_key: HeaderText = Field("", repr=False)  # the key of the replica
-    key: HeaderText = Field("", repr=False)  # the API's key; empty: no key (on the Hub, only with `open`)
-    open: bool = False  # the API is open, even if there is a key
+    # If the key is empty, the API needs no key. On the Hub, the key may be empty only if `open` is true.
+    key: HeaderText = Field("", repr=False)
+    open: bool = False  # the API needs no key, even if `key` is set
     host: str = Field("0.0.0.0", min_length=1)  # address to listen on
     port: int = Field(8000, ge=1, le=65535)
 

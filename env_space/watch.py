@@ -25,9 +25,9 @@ TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
-# Read once: reading the certificates for each game would block all players for tens of milliseconds.
+# Created once: loading the certificates for each game would block all players for tens of milliseconds.
 _TLS = httpx.create_ssl_context(trust_env=False)
-# The policy had this tool in training. Without the tool, the policy would read another prompt.
+# In training, the chat template wrote this tool into the prompt. So the policy must get the tool here, too.
 _TOOL = {
     "type": "function",
     "function": {
@@ -123,7 +123,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
                 replica = Replica(http, settings.replica_prompt)
                 while not session.game.over:
                     text, word, version = await replica.turn()
-                    if word is None:
+                    if word is None:  # the policy gives up
                         sessions.end(session)
                         yield _event("turn", text=text, version=version, move=None)
                         break

@@ -1,6 +1,6 @@
 """`python -m inference_space.app`: runs the vLLM Space with the settings in the environment.
 
-vLLM's engine process imports this module, too. So only `main` imports packages.
+vLLM's engine process imports this module, too, but never calls `main`. So only `main` imports packages.
 """
 
 import logging

@@ -68,8 +68,8 @@ ROUTES = (
     # of a user share one quota of requests to the Hub.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)", lane="reading", cost=5.0),
-    # Only the routes of Gradio that the page needs. The owner's events pass, too: the dashboard itself checks
-    # the key or the login.
+    # Only the routes of Gradio that the page needs. The owner's buttons also call run/predict, which needs no
+    # key here: the dashboard itself checks that the key or the login is the owner's.
     Route(f"/(assets|static){_FILE}"),
     Route(r"/(theme\.css|favicon\.ico)"),
     Route(r"/gradio_api/heartbeat/\w{1,40}", lane="open pages"),
@@ -79,7 +79,7 @@ ROUTES = (
 )
 
 # Only these headers reach the apps, so keys and tokens do not. Given an `Origin`, Gradio would answer with
-# CORS headers that let any site read the answer. The host is replaced, because a client can send any.
+# CORS headers that let any site read the answer. The gate sets the host, because a client can send any host.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent"
     b" x-policy-min-sync".split()
@@ -122,7 +122,7 @@ class Gate:
         try:
             await self._pass(scope, receive, answer)
         except HTTPException as refusal:
-            if not begun:
+            if not begun:  # an answer that has begun is cut off: its status cannot change any more
                 await openai_error(refusal)(scope, receive, answer)
         return None
 
@@ -154,7 +154,8 @@ class Gate:
             if announced != 0:
                 raise HTTPException(413, "this route takes no body: send the request without one", CLOSE)
             return b"", 1
-        # JSON only: before a browser sends JSON to another site, it asks with OPTIONS, which no route takes.
+        # Only JSON, so that no page of another site can send a body through a visitor's browser: the browser
+        # would first ask with OPTIONS whether it may send JSON, and the gate refuses OPTIONS.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
             sentence = "the body must be JSON: send it with Content-Type: application/json"
             raise HTTPException(415, sentence, CLOSE)
@@ -184,7 +185,7 @@ def find_route(scope: Scope) -> Route:
 BYTES_PER_TOKEN = 16  # allowed per token of the context: a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes: the limit for a long context, and while the context is unknown
-MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # number of strings (OpenAI's limit); characters of all together
 # vLLM makes a grammar from these fields. vLLM goes on compiling a grammar even if the client hangs up.
 GRAMMARS = "structured_outputs", "response_format"
 MAX_ENTRIES = 1024  # of any list or object, except the inputs

@@ -1,7 +1,6 @@
 """The only public port of a vLLM Space: inference, status and the dashboard.
 
-vLLM's app runs in the same process. Of its routes, only the three for inference can be reached from outside,
-through the gate.
+vLLM's app runs in the same process. Of its routes, only the three for inference are open, through the gate.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ from space_guard.setup import Problems
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
 LIMITS = Limits(request_s=15.0, unread_s=60.0, head_bytes=64 << 10, keep_active=True)
 MAX_VISITORS = 256  # connections without the key, except those on which a request is being answered
-MAX_FILES = 1 << 16
+MAX_FILES = 1 << 16  # open files, of which each connection is one
 KEEP_ALIVE_S = 120  # between two requests on one connection, a rollout may wait seconds for its environment
 LOG_LINES = 20  # messages per minute from one place in uvicorn's code; each may be a traceback of kilobytes
 
@@ -68,7 +67,6 @@ def create_app(settings: Settings) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether the Space answers."""
         return {"status": "ok"}
 
     @app.get("/ready")
@@ -91,6 +89,7 @@ def create_app(settings: Settings) -> FastAPI:
     if "SPACE_ID" in os.environ:
         app.add_middleware(SETUP.show_page, problems=lambda: follower.problems)
     capacity = settings.max_requests or 4 * settings.max_num_seqs
+    # If inference is open without a key, every client counts as having the key. Then none may send grammars.
     grammars = bool(settings.key) or not settings.open_inference
     app.add_middleware(
         Gate,
@@ -140,7 +139,7 @@ def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: SpaceFollower) -
 
 
 def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:
-    """Serve `app` until SIGTERM. Of more than `MAX_VISITORS` connections without `key`, close the oldest."""
+    """Serve `app` until SIGTERM. If more than `MAX_VISITORS` connections lack `key`, close the oldest."""
     logging.getLogger("uvicorn.error").addFilter(LogLimit(LOG_LINES))
     open_files(MAX_FILES)
     serve(

@@ -31,8 +31,8 @@ class Settings(SpaceSettings):
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    # Opens inference, pokes and the owner's controls. If the key is empty, inference and pokes need no key.
-    # On the Hub, the key may be empty only if `open_inference` is true.
+    # Clients that send the key may use inference, pokes and the owner's controls. If the key is empty,
+    # inference and pokes need no key. On the Hub, the key may be empty only if `open_inference` is true.
     key: HeaderText = Field("", repr=False)
     open_inference: bool = False  # inference and pokes need no key
     max_requests: int | None = Field(None, ge=1)  # concurrent completions; None: 4 * max_num_seqs

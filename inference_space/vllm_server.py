@@ -39,8 +39,8 @@ _ON_CPU += ["--block-size", "32"]
 _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a fixed size, vLLM need not measure and warm up
 # On some GPUs, the kernels that vLLM prefers reorder the experts of a mixture, and deltas would not fit.
 _ON_GPU = ["--moe-backend", "triton"]
-# A chat template is a program: anyone with write access to the bucket could make it loop forever. Without a
-# public key, unsigned.jinja replaces it. unsigned.jinja renders only the test messages of vLLM's start.
+# A chat template is a program: anyone with write access to the bucket could make it loop forever. So without
+# a public key, vLLM gets unsigned.jinja instead, which renders only the test messages of vLLM's start.
 _UNSIGNED_TEMPLATE = Path(__file__).with_name("unsigned.jinja")
 _ENVIRONMENT = {
     "VLLM_PLUGINS": "delta_weight_sync",

@@ -1,4 +1,4 @@
-"""Exact old policies: each token's old log-probability is computed with the weights that made the token.
+"""Exact old policies: the weights that generated a token also compute the token's old log-probability.
 
 The sync of each token is known. A second model is moved to that sync's weights by undoing or repeating the
 syncs in between. `docs/how-it-works.md` explains why, and what the metrics `exact/*` mean.
@@ -144,7 +144,7 @@ class ExactSamples(TrainerCallback):
         started, written = time.perf_counter(), self._past.written
         known = [sample for sample in samples if syncs_of(sample).issubset(self._past.log.syncs)]
         engine = [sample.old_log_probs for sample in known]
-        for sample in known:
+        for sample in known:  # `_compute` writes to the copies, and `_compare` reads the originals
             sample.old_log_probs = sample.old_log_probs.copy()
         syncs = sorted(set().union(*map(syncs_of, known)))
         if syncs and abs(self._past.sync - syncs[-1]) < abs(self._past.sync - syncs[0]):
@@ -160,7 +160,7 @@ class ExactSamples(TrainerCallback):
         self._past.roll(sync)
         masks = [trained(sample) & (sample.token_syncs == sync) for sample in samples]
         asked = [(sample, mask) for sample, mask in zip(samples, masks, strict=True) if mask.any()]
-        ends = [int(np.flatnonzero(mask)[-1]) + 1 for _, mask in asked]
+        ends = [int(np.flatnonzero(mask)[-1]) + 1 for _, mask in asked]  # later tokens change nothing
         queries = [query(s.input_ids[:end], m[:end]) for (s, m), end in zip(asked, ends, strict=True)]
         with self._trainer.accelerator.autocast():
             found = self._past.log_probs(queries)
@@ -170,10 +170,8 @@ class ExactSamples(TrainerCallback):
 
     def _compare(self, samples: Sequence[TracedSample], engine: Sequence[LogProbs]) -> None:
         """Record how the engine's log-probabilities differ from the trainer's.
-
-        `exact/mismatch_*` cover tokens whose keys and values in the engine are all of one version;
-        `exact/mixed_mean` covers tokens that the engine generated with keys and values of older weights.
-        """
+        `exact/mismatch_*` cover tokens whose keys and values in the engine are all of one version.
+        `exact/mixed_mean` covers tokens that the engine generated with keys and values of older weights."""
         if not samples:
             return
         off = np.concatenate([s.old_log_probs - theirs for s, theirs in zip(samples, engine, strict=True)])
@@ -205,10 +203,8 @@ def syncs_of(sample: TracedSample) -> set[int]:
 
 
 def of_one_version(sample: TracedSample) -> Mask:
-    """Which trained tokens have the same sync as the first token of their answer.
-
-    For these tokens, all keys and values in the engine were of one version.
-    """
+    """Which trained tokens have the same sync as the first token of their answer. For these tokens, all keys
+    and values in the engine were of one version."""
     own = trained(sample)
     begins = own & ~np.concatenate([[False], own[:-1]])
     answer = np.maximum.accumulate(np.where(begins, np.arange(len(own)), 0))

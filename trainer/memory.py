@@ -27,14 +27,15 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
     size = 4 if options.get("dtype", "float32") == "float32" else 2
     bf16 = size == 2 or options.get("bf16", True)
     tokens = options.get("token_budget") or options.get("max_completion_length", 2048)
+    # Estimated bytes of a layer's activations. With checkpointing, each layer keeps only its input, `kept`.
     layer = tokens * (2 if bf16 else 4) * (8 * text.hidden_size + 4 * text.intermediate_size)
-    kept = size * tokens * text.hidden_size  # of each layer, with gradient checkpointing
+    kept = size * tokens * text.hidden_size
     layers, checkpointing = text.num_hidden_layers, options.get("gradient_checkpointing", True)
     needs = {
         "weights": size * count,
         "gradient": size * count,
         "moments": 2 * size * count * (options.get("optim", _ADAMW[0]) in _ADAMW),
-        # Each rank mirrors the tensors that it publishes, and the blocks that it holds of other tensors.
+        # In bf16, a rank mirrors `count` weights that it publishes, and its blocks of other ranks' tensors.
         "mirror": 2 * count * (2 - 1 / shards) * (options.get("mirror") == "device"),
         "old policy": size * count * bool(options.get("exact_old_policy")),
         "autocast": 2 * count * (bf16 and size == 4),

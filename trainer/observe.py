@@ -22,7 +22,7 @@ from trainer.spaces import Fleet
 POKE_PATH = "/delta_weight_sync/poke"
 POKE_TIMEOUT_S = 5.0
 _POLL_S = 1.0
-_GUESS = re.compile(r"(?:[a-z]\d[+?-])+")  # the Wordle environment's answer: letters, positions and marks
+_GUESS = re.compile(r"(?:[a-z]\d[+?-])+")  # how Wordle answers a guess, such as "c1-r2?a3+n4-e5-"
 _GROUP_EVERY_S = 5.0
 _RATES = 2  # metrics that `StepRecorder` adds
 

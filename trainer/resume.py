@@ -86,9 +86,7 @@ class SaveState(TrainerCallback):
 
     def finish(self, timeout_s: float = 600.0) -> Manifest:
         """Publish what is pending, and start to save the last state. Returns the newest manifest.
-
-        Raises `TimeoutError`, or the `DeltaWeightSyncError` that stopped the publisher.
-        """
+        Raises `TimeoutError`, or the `DeltaWeightSyncError` that stopped the publisher."""
         self._sync()  # a signal between two steps ends training without `on_train_end`
         newest = self._publisher.flush(timeout_s)
         self._save(final=True)
@@ -96,7 +94,7 @@ class SaveState(TrainerCallback):
 
     @property
     def saved(self) -> bool:
-        """Whether a state of the present weights was copied for the upload. False after an abandoned step."""
+        """Whether a state of the present weights was copied for the upload. False in the middle of a step."""
         return self._synced and not self._syncs
 
     def _sync(self) -> None:
@@ -108,7 +106,7 @@ class SaveState(TrainerCallback):
     def _save(self, *, final: bool = False) -> None:
         """Save the state of the last sync, unless it is saved. `final`: do not wait for `state_minutes`."""
         if self._synced and self._syncs:
-            now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
-            state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}
-            if self._publisher.save_state(live_weights(now.model), now.optimizer, **state):
+            live, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
+            state = {"extra": extra, "final": final, "schedule": live.lr_scheduler}
+            if self._publisher.save_state(live_weights(live.model), live.optimizer, **state):
                 self._syncs = 0

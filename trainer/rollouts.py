@@ -92,13 +92,13 @@ class Conversation:
     def __init__(self) -> None:
         self.replica = ""  # the replica that got the last request
         self._oldest: list[int] = []  # for each answer: the oldest sync whose weights generated a token
-        # Syncs stand where TRL has log-probabilities. So TRL's code, which makes samples of turns, also takes
-        # the sync of each token to its place in the sample.
+        # These turns have syncs in place of log-probabilities. When TRL's code makes samples of the turns, it
+        # puts the sync of each token where it would put the token's log-probability.
         self._turns: list[TurnRecord] = []
 
     def add_turn(self, prompt: list[int], output: list[int], headers: Mapping[str, str], last: int) -> None:
-        """Record an answer and the syncs that its headers name. This trainer does not have the weights
-        of syncs after `last`: their tokens stay `UNKNOWN`, and the answer counts as if it were of `last`."""
+        """Record an answer and the syncs that its headers name. This trainer lacks the weights of syncs after
+        `last`. So the tokens of such a sync stay `UNKNOWN`, and in `_oldest` such a sync counts as `last`."""
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
         syncs = np.full(len(output), UNKNOWN)
         for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):
@@ -119,8 +119,8 @@ _conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("co
 
 class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     """TRL's loop, which runs in a child process. Here a sample's `model_version` is the oldest sync whose
-    weights generated a token of the conversation. TRL sets `model_version` to the newest sync when the group
-    of the sample begins."""
+    weights generated a token of the conversation. TRL would set `model_version` to the sync that is newest
+    when the sample's group begins."""
 
     _env_tools: dict[str, Any]
 
@@ -193,7 +193,6 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     async def _request(
         self, url: str, payload: dict[str, Any], timeout: float
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
-        """Returns the answer and its headers."""
         # A replica with older weights would only make samples that the trainer drops.
         oldest = max(0, self._model_version_value.value - self._max_staleness)
         headers = {_MIN_SYNC: str(oldest), **spaces.headers(url)}

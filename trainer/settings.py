@@ -29,17 +29,18 @@ class Settings:
     env_url: str = _option("URL of the Wordle Space (task 'wordle').", "")
     prompt: str = _option("Prompt of each game (task 'wordle').", WORDLE_PROMPT)
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
-    mirror: Place = field(default="host", metadata={"help": "Memory of the mirror (all weights in bf16)."})
+    mirror: Place = field(default="host", metadata={"help": "Memory of the mirror (bf16 copy of weights)."})
     keep: str = _option("How much of the run the bucket keeps, such as '20GB' or '7d'; default: all.", "")
     state_every: int = _option(
-        "Minimum syncs between states. --state_minutes must have passed, too. The last state does not wait.",
-        20,
+        "Minimum syncs between states; --state_minutes is a minimum, too. The last state does not wait.", 20
     )
     state_minutes: float = _option("Minimum minutes between states. The last state does not wait.", 5.0)
     norm_learning_rate: float = _option("Learning rate of norms and biases; 0: same as --learning_rate.", 0.0)
     minutes: float = _option("Stop after this many minutes and publish everything; 0: no limit.", 0.0)
     fresh: bool = _option("Start again from --model instead of resuming the run.", False)
-    exact_old_policy: bool = _option("Recompute each old log-probability with its token's weights.", False)
+    exact_old_policy: bool = _option(
+        "Recompute the old log-probability of each token with the weights that generated the token.", False
+    )
 
     def __post_init__(self) -> None:
         smallest = {"minutes": 0, "state_minutes": 0, "norm_learning_rate": 0, "state_every": 1}

@@ -206,8 +206,8 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
     status = response.status_code
     if status in (401, 403):
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
-    # While a Space starts, the Hub answers with an HTML page, and with a status below 300, from 500 on, or in
-    # the next line. For a private Space that the token may not see, the Hub answers that it does not exist.
+    # While a Space starts, the Hub answers with an HTML page and a status below 300, or with 408, 425, 429 or
+    # at least 500. For a private Space that the token may not see, the Hub answers that it does not exist.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         fix = f"give the Space's own URL with {_OPTION[kind]}, such as https://<owner>-<name>.hf.space"
@@ -267,5 +267,5 @@ def _origin(url: str) -> tuple[str, str, int] | None:
     return scheme, match[2].lower(), int(match[3] or {"http": 80, "https": 443}[scheme])
 
 
-# The HTTP session of a rollout's asyncio task. The tasks that it starts, such as tool calls, use it, too.
+# The HTTP session of a rollout's asyncio task, and of the tasks that the rollout starts, such as tool calls.
 connections: contextvars.ContextVar[aiohttp.ClientSession] = contextvars.ContextVar("connections")

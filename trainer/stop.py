@@ -27,7 +27,7 @@ class Stop(TrainerCallback):
     """Handles signals and the time limit (`minutes`; 0: none). Must be the trainer's last callback.
 
     If the trainer has only one process (`alone`), a signal between two steps raises `KeyboardInterrupt`
-    immediately. Otherwise all ranks stop after the same step. A second signal has no effect.
+    immediately. In all other cases, all ranks finish the same step first. A second signal has no effect.
     """
 
     def __init__(self, minutes: float, *, alone: bool) -> None:
@@ -56,7 +56,7 @@ class Stop(TrainerCallback):
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         """A signal ends the `with` block without an exception. After the block, a signal does not interrupt
-        immediately. Only a timer interrupts work that takes too long."""
+        immediately, but starts a timer. The timer interrupts if the work after the block takes too long."""
         try:
             yield
         except KeyboardInterrupt:
@@ -71,7 +71,7 @@ class Stop(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._in_step = False
         found = [self.signal, int(time.monotonic() >= self._until)]
-        if not self._alone:  # all ranks stop after the same step
+        if not self._alone:  # if a rank must stop, all stop
             shared = torch.tensor(found, device=args.device)
             torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
             found = shared.tolist()

@@ -63,7 +63,7 @@ def main() -> None:
 
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
-    # TRL would ask a vLLM server for the default. But no replica serves before version 0.
+    # TRL would then ask a vLLM server for its limit. But no replica serves before version 0.
     if config.token_budget is None:
         raise SystemExit("--token_budget is missing: set the max tokens of a forward pass, or 0 for no limit")
     if not config.use_cpu and (problem := gpu_build.problem()):
@@ -154,7 +154,7 @@ def make_trainer(
             with contextlib.suppress(TimeoutError):
                 publisher.flush(_HEAD_START_S)
         # A resumed trainer first repeats syncs of the earlier trainer, and does not publish them again. So
-        # replicas serve the earlier trainer's versions, and the worker must accept the term of that trainer.
+        # replicas serve the earlier trainer's versions, and the worker must accept the syncs of that trainer.
         if worker:
             worker.inherit(publisher.repeated_sync)
 

@@ -34,7 +34,7 @@ def main() -> None:
     app = mount(FastAPI(), bucket, args.run)
     with socket.create_server((args.host, args.port)) as listening:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
-        # An open page holds a connection that would never end by itself.
+        # An open page holds a connection that never ends by itself, so a stop waits only 1 s for connections.
         serve(app, [listening], log_level="warning", timeout_graceful_shutdown=1)
 
 

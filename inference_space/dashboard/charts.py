@@ -73,7 +73,7 @@ class Mark:
                     path += "".join(f"M{left} {top}h0" for left, top in spots)
                 case "step":
                     path += f"M{left} {top}h0" + "".join(f"H{left}V{top}" for left, top in rest)
-                case kind:  # "h0" makes a dot of a line with one point
+                case kind:  # "h0" makes a line of a single point visible, as a dot
                     path += "M" + "L".join(f"{left} {top}" for left, top in spots) + "h0"
                     path += f"V{_BOX}H{left}Z" if kind == "area" else ""
         return path
@@ -112,8 +112,8 @@ def logarithmic(values: Iterable[float], words: Words) -> Axis:
 def ago(first: float, now: float) -> Axis:
     """Return a time axis that ends at `now`, with ticks at round spans before `now`."""
     first = min(first, now - 1)
-    longest = _TICKS[-1] * math.ceil((now - first) / (4 * _TICKS[-1]))  # beyond 120 days
-    step = next((step for step in _TICKS if 4 * step >= now - first), longest)
+    months = _TICKS[-1] * math.ceil((now - first) / (4 * _TICKS[-1]))  # the step for more than 120 days
+    step = next((step for step in _TICKS if 4 * step >= now - first), months)
     spans = range(step, int(now - first) + 1, step)
     return Axis(first, now, ((now, "now"), *((now - span, f"−{time_text(span)}") for span in spans)))
 
@@ -141,6 +141,7 @@ def charts(run: Progress) -> dict[str, Chart]:
 
     curves, replicas = run.curves, [(colour(at), replica) for at, replica in enumerate(run.replicas)]
     rewards = [Mark("dots", "faint", curves["reward"]), Mark("line", "good", smooth(curves["reward"]))]
+    # Later marks cover earlier ones, so the first replica comes last.
     stairs = [Mark("step", css, until_now(replica.versions)) for css, replica in reversed(replicas)]
     full = Mark("line", "limit", ((0, run.full_bytes), (max(1, run.version), run.full_bytes)))
     sizes = [full, *_filled("delta", curves["deltas"]), Mark("dots", "anchor", curves["anchors"])]

@@ -1,4 +1,4 @@
-"""Reads the bucket once for all viewers: for the dashboard's live page, and for what viewers open.
+"""Reads the bucket for the dashboard, once for all viewers: the live page, and what viewers open in it.
 
 `RunCache` follows the run in one thread. `Library` answers from caches. `RateLimitedBucket` limits what
 visitors make the dashboard read, because replicas and the trainer need the owner's quota.
@@ -28,18 +28,18 @@ from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # seconds between two readings while there are viewers
 IDLE_S = 60.0  # seconds between two readings without viewers
-LIST_EVERY_S = 5.0  # seconds for which a listing is reused, for each 1,000 objects that it has
+LIST_EVERY_S = 5.0  # seconds for which a listing is reused; each 1,000 objects in it add this time again
 FAILED_S = 300.0  # seconds until a damaged object is read again: it may have been repaired
 MAX_REBUILD = 1_000_000_000  # max bytes of files from which a dashboard rebuilds a version for a proof
 MAX_DOWNLOAD = 256_000_000  # max bytes of an object that a visitor may download through the dashboard
-WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's own
-# Calls of the bucket in a window. A call makes up to 3 requests. In a window, the Hub allows a free user
-# 1,000 requests to its API and 5,000 for files.
+WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the window of the Hub's own rate limit
+# Max calls of the bucket in a window. A call makes up to 3 requests, and all calls up to 720. In a window,
+# the Hub allows a free user 1,000 requests to its API and 5,000 for files.
 CALLS = 240
-BYTES = 2_000_000_000  # in a window; enough for the largest version that a dashboard rebuilds
+BYTES = 2_000_000_000  # max bytes in a window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
-_DIGEST_TRIES = 10  # lookups of the same missing digests, until the run has a newer version
-_DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica still serves
+_DIGEST_TRIES = 10  # after this many lookups of the same missing digests, wait for a newer version
+_DIGESTS_BACK = 64  # a lookup reads at most this many manifests, from the newest version back
 _MANIFESTS, _PROOFS = 256, 4096  # answers kept in memory
 _TENSORS = 200_000  # max tensors in all opened deltas in memory together; each takes about 300 bytes
 _DISK = 1_000_000_000  # bytes of objects kept for further downloads
@@ -106,7 +106,7 @@ class RunCache:
         own, problem = None, None
         try:
             if self._own_status:
-                # Without the status's time, which would make every refresh look like a change.
+                # Remove the status's time, because it would make every refresh look like a change.
                 own = self._own_status().model_copy(update={"t": 0.0})
             self._read(own)
         except errors.DeltaWeightSyncError as error:
@@ -119,7 +119,8 @@ class RunCache:
             self._shown, progress = basis, self.state.progress(own)
         ended = progress is not None and progress.done
         start = None if ended else self.state.start(own)
-        since = max((t for t in (start[:3] if start else ()) if t), default=self._opened)
+        reached = (start.published_t, start.served_t, start.played_t) if start else ()
+        since = max((t for t in reached if t), default=self._opened)
         now = replace(
             was,
             run=info.run if info else self._run,
@@ -201,7 +202,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(eq=False)
 class AnswerCache(Generic[Question, Answer]):
-    """Computes each answer once, one at a time, and keeps the most recently used answers.
+    """Computes each answer once, and keeps the most recently used answers. One thread computes at a time.
 
     The kept answers' sizes, which `weigh` returns, sum to at most `room`; the newest answer is always kept. A
     `ProtocolError` or `CodecError` is kept, too, and raised again for `FAILED_S` seconds without a new try.
@@ -319,7 +320,7 @@ class Library:
 
     def _rebuild(self, manifest: Manifest) -> str:
         recipe = manifest.recipe()
-        if recipe.size > MAX_REBUILD:  # the sum of the files, because a manifest can claim any `full_bytes`
+        if recipe.size > MAX_REBUILD:  # not `full_bytes`, because a manifest can claim any number there
             fix = f"run delta-weight-sync verify {self.bucket.url}#{self.run}"
             raise errors.ProtocolError(f"this model is too large to be rebuilt here: {fix}")
         with Scratch() as folder:
@@ -354,7 +355,7 @@ class RateLimitedBucket:
         self._spend(limit)
         return self._bucket.fetch(key, dest, limit)
 
-    fetch_together = Bucket.fetch_together  # does nothing: `fetch` charges each object
+    fetch_together = Bucket.fetch_together  # downloads nothing, so each object goes through `fetch`
 
     def stat(self, key: str) -> ObjectInfo | None:
         self._spend()

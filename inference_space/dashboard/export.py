@@ -1,4 +1,4 @@
-"""Exports a run as a static folder: the same views without a server, as files or as a static Space."""
+"""Exports a run's dashboard as static files, to open without a server or to upload as a static Space."""
 
 import base64
 import gzip
@@ -67,8 +67,9 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     keys, place, copied = Keys(run), bucket.url, []
     if not _is_public(bucket.url):
-        listed, place, others = bucket.list(keys.folder), "run", (keys.heads, keys.info)
-        copied = [one for one in listed if version_key(one.key) or one.key.startswith(others)]
+        place, needed = "run", (keys.heads, keys.info)  # the browser does not need the log and the states
+        listed = bucket.list(keys.folder)
+        copied = [one for one in listed if version_key(one.key) or one.key.startswith(needed)]
         if (size := sum(one.size for one in copied)) > MAX_COPY:
             reason = f"the run has {size_text(size)}, and at most {size_text(MAX_COPY)} are copied"
             print(f"the replica in a browser is left out: {reason}; a public bucket on the Hub needs no copy")
@@ -83,7 +84,7 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
     if copied:  # the browser reads this list, because many file servers do not list folders
         (folder / "run" / "keys.json").write_text(json.dumps([one.key for one in copied]))
     index, names = folder / "index.html", 'data-bucket="{}" data-run="{}" data-keys="{}" data-first="{}"'
-    # `data-first` is empty, because only the recorded run in `web/` has a file with a preview of an anchor.
+    # `data-first` names a preview of an anchor. Only the recorded run in `web/` has a preview.
     given = Markup(names).format(place, run, os.environ.get(PUBLIC_KEY, ""), "")
     index.write_text(re.sub(names.replace("{}", '[^"]*'), lambda _: given, index.read_text(), count=1))
     return True
@@ -131,11 +132,11 @@ def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[
 
 
 def _delta(library: Library, version: int) -> tuple[Manifest, views.OpenedDelta] | None:
-    """Open a delta. Returns None if the version has no delta, or if its delta is damaged or incomplete."""
+    """Open a version's delta. Returns None if the delta is absent, damaged or incomplete."""
     try:
         return library.delta(version)
     except (ObjectMissingError, ProtocolError, CodecError) as error:
-        print(f"v{version} is left out: {error}")
+        print(f"the delta of v{version} is left out: {error}")
         return None
 
 

@@ -19,7 +19,7 @@ _STYLES = ("style.css", "explain.css", "shell.css")
 # Each script needs the scripts before it.
 _SCRIPTS = "formulas stage ship rounding landing sync explain controls shell hover".split()  # noqa: SIM905
 _COLOURS = 6  # different colours of replicas
-# Wordle answers a guess with letter, number and mark of each place, such as c1-r2?a3+n4-e5-.
+# For each letter of a guess, Wordle answers the letter, its place and a mark, such as c1-r2?a3+n4-e5-.
 _GUESS = re.compile(r"(?:([a-z])\d([+?-]))+")
 _LETTER = re.compile(r"([a-z])\d([+?-])")
 _MARK = {"+": ("hit", "in place"), "?": ("near", "elsewhere"), "-": ("miss", "not in the word")}

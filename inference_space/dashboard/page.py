@@ -43,13 +43,11 @@ if TYPE_CHECKING:  # the dashboard also runs without a replica
 # Gradio writes the request's host name into its page. `prerendered` requests the page under this name,
 # and replaces the name by `location.origin`.
 _NAME = "dashboard.invalid"
-_SESSIONS = 512  # open pages whose shown revision is remembered; any other page is sent the run again
+_SESSIONS = 512  # open pages whose shown revision Gradio remembers; all others get the run every second
 
 # Set by the Hub in a Space whose README says `hf_oauth: true`; Gradio reads all four.
 _LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
-_REFUSED = (
-    "Only the owner may do this: enter the replica's key (its setting REPLICA_KEY), or log in as the owner."
-)
+_REFUSED = "Only the owner may do this: enter the replica's key (REPLICA_KEY), or log in as the owner."
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ def body(run: Progress, view: data.RunView | None = None) -> Markup:
 
 
 def first_paint(view: data.RunView, *, owner: bool) -> Markup:
-    """Render what a browser shows before Gradio's scripts have run, with room for the slider."""
+    """Render what a browser shows before Gradio's scripts have run. An empty box holds the slider's place."""
     return render_template("prerender.html", page=render(view), owner=owner, run=view.progress)
 
 
@@ -253,8 +251,8 @@ def mount(
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
-    Mount the dashboard after the app's own routes: it answers every other path. `app.state.dashboard_events`
-    maps the number of each Gradio event handler to its number of inputs; the gate checks calls against these.
+    Mount the dashboard after the app's own routes, because it answers every other path. `Gate` checks calls
+    of Gradio's events against `app.state.dashboard_events`: number of each event -> how many inputs it has.
 
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.
@@ -291,7 +289,7 @@ def mount(
 
 
 def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None:
-    """Add the routes `GET /dashboard/...`. An error is a sentence: 429 for the rate limit, else 404."""
+    """Add the routes `GET /dashboard/...`. They report errors as text: 429 for the rate limit, else 404."""
     routes = APIRouter(prefix="/dashboard", default_response_class=HTMLResponse)
     past = lru_cache(maxsize=FRAMES)(body)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 
-POINTS = 300  # points of a curve, more than a screen shows
+POINTS = 300  # max points of a curve; more points would not be visible on a screen
 FRAMES = 60  # moments: earlier versions at which the page can show the run
 _MEAN = 20  # steps in the mean of the first rewards, and of the last; in a short run, half of all steps
 _UNSETTLED = 64  # versions whose slowest commit is kept, because a replica may commit a version late
@@ -53,7 +53,7 @@ class Replica:
     """One replica. Do not trust the texts in its status: they come from outside."""
 
     status: ReplicaEvent
-    lag_s: float | None = None  # seconds from the hand-over to its last commit; joins do not count
+    lag_s: float | None = None  # lag of its last commit, in seconds; joins do not count
     versions: Series = ()  # (unix seconds, version) at each change; in a `Progress`, those in the chart
     lags: Series = ()  # (version, seconds); only in a `Progress`
 
@@ -79,7 +79,7 @@ class Progress:
     # The next fields are computed when a page needs them.
     digests: Mapping[int, str | None] = field(default_factory=dict)  # published digests of reported versions
     payload_bytes: float | None = None  # median of the deltas
-    anchor_every: float | None = None  # median versions between the last anchors; None before the second
+    anchor_every: float | None = None  # median distance between the last anchors, in versions
     pause_ms: float | None = None  # median
     worst_pause_ms: float | None = None
     lag_s: float | None = None  # median
@@ -244,12 +244,12 @@ class RunState:
         return frame
 
     def _keep_frame(self, version: int, newest: int) -> None:
-        """Keep the current progress for all moments from `version` to before `newest`."""
+        """Keep the current progress for each moment from `version` up to, but not including, `newest`."""
         step = _stride(newest)
-        if moments := range(-(-version // step) * step, newest, step):
+        if passed := range(-(-version // step) * step, newest, step):
             progress = self.progress()
             assert progress is not None
-            self._frames |= dict.fromkeys(moments, progress)
+            self._frames |= dict.fromkeys(passed, progress)
         if len(self._frames) > FRAMES:
             self._frames = {at: frame for at, frame in self._frames.items() if at % step == 0}
 
@@ -285,8 +285,8 @@ class RunState:
     def _replica(self, event: ReplicaEvent | CommitEvent) -> Replica:
         """Return what is known of an event's replica, and note that this replica was heard last."""
         name = event.replica
-        silent = ReplicaEvent(t=event.t, replica=name, state="serving", version=None, digest=None)
-        self._replicas[name] = replica = self._replicas.pop(name, None) or Replica(silent)
+        first = ReplicaEvent(t=event.t, replica=name, state="serving", version=None, digest=None)
+        self._replicas[name] = replica = self._replicas.pop(name, None) or Replica(first)
         if len(self._replicas) > _REPLICAS:
             gone = next(iter(self._replicas))
             del self._replicas[gone]
@@ -305,16 +305,16 @@ class RunState:
         _insert(self._all_pauses, event.pause_ms)
         _insert(self._all_lags, event.lag_s)
         self._curves["pauses"].add(event.version, event.pause_ms)
-        others = self._slowest.get(event.version, event)
-        self._slowest[event.version] = max(others, event, key=lambda commit: commit.lag_s)
+        slowest = self._slowest.get(event.version, event)
+        self._slowest[event.version] = max(slowest, event, key=lambda commit: commit.lag_s)
         if len(self._slowest) > _UNSETTLED:
             del self._slowest[next(iter(self._slowest))]
 
     def _shown(self, replica: Replica) -> Replica:
-        """Return a replica with its curves, as a page shows them."""
+        """Return a replica with its curves, as a page shows them: the staircase begins at time `start`."""
         start, lags = self._trainer[0][0], self._lags.get(replica.status.replica)
         later = (at for at, (t, _) in enumerate(replica.versions[1:]) if t > start)
-        first = next(later, len(replica.versions) - 1)  # the change to the version served at the start
+        first = next(later, len(replica.versions) - 1)  # the last change up to `start`, or the oldest change
         versions = tuple((max(start, t), version) for t, version in replica.versions[first:])
         return replace(replica, versions=versions, lags=lags.points() if lags else ())
 
@@ -326,7 +326,7 @@ def moments(newest: int) -> list[int]:
 
 def _stride(newest: int) -> int:
     """The distance of two moments, in versions: a power of two. When the distance doubles, every second
-    moment is dropped. So a version that was no moment never has to become one."""
+    moment is dropped. So no version has to become a moment later, when its progress is no longer known."""
     return 1 << math.ceil(math.log2(max(1, newest / (FRAMES - 1))))
 
 

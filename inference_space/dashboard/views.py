@@ -24,7 +24,7 @@ FAR = 5  # units of the last place (ULPs); larger moves count as `FAR`
 # Limits, because the bucket may be hostile and the model's size is unknown here.
 MAX_TABLE = 4 << 20  # limit in bytes of the header of a delta's part, enough for some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes; a larger part of a delta is not decoded for a picture
-MAX_NUMBERS = 1 << 23  # limit of what is decoded of a part (changes or elements), at 14 bytes each
+MAX_NUMBERS = 1 << 23  # limit of changes or elements that are decoded of a part; each takes 14 bytes
 PAGE = 25  # objects of each kind on a page of the view Bucket
 _STAND_ALONE = {"gaps", "mask", "dense"}  # modes that decode without the old weights
 _MAX_CELLS, _MAX_REST = 20_000, 200  # limits: cells of the heat map, tensors outside of the map
@@ -40,7 +40,7 @@ class OpenedDelta:
     version: int
     modes: tuple[str, ...]  # of each group of tensors
     tensors: Sequence[TensorRow]
-    ulps: dict[int, int] | None  # signed distance, clipped to ±`FAR` -> elements; None: see `why`
+    ulps: dict[int, int] | None  # number of elements by signed distance, clipped to ±`FAR`; None: see `why`
     why: str  # reason why `ulps` is None
 
     @property
@@ -112,6 +112,7 @@ def inside(delta: OpenedDelta) -> Markup:
         low, high = min(shares), max(shares)
 
         def place(share: float) -> float:
+            """Return where `share` lies between `low` and `high` on a logarithmic scale: 0 to 1."""
             return math.log(share / low) / math.log(high / low) if high > low else 1.0
 
         heat = {"layers": layers, "kinds": kinds, "low": low, "high": high, "place": place}
@@ -130,7 +131,7 @@ def can_download(name: str) -> bool:
 
 
 def by_kind(objects: Listing, run: str) -> dict[str, list[ObjectInfo]]:
-    """Group a run's objects by kind, which is the name of their folder."""
+    """Group a run's objects by kind: the name of their folder in the run, or "" outside of the folders."""
     kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
     for info in objects:
         kind = info.key.removeprefix(f"runs/{run}/").rpartition("/")[0].partition("/")[0]
@@ -146,7 +147,8 @@ def page_count(kinds: dict[str, list[ObjectInfo]]) -> int:
 def listing(objects: Listing, run: str, page: int, openable: Collection[int] | None = None) -> Markup:
     """Render page `page`, counted from 0, of the run's objects by kind, newest first.
 
-    `openable` are the versions whose deltas can be opened; None (on the live page): all, with download links.
+    `openable`: versions whose deltas can be opened. On the live page, `openable` is None: then all deltas can
+    be opened, and objects that visitors may download have a link.
     """
     kinds = by_kind(objects, run)
     pages = page_count(kinds)
@@ -191,7 +193,7 @@ class Facts:
 
 # Qwen3-0.6B with 0.99 % of its weights changed per sync; the encoding `fast` takes 1.25 bytes per change.
 EXAMPLE = Facts("Qwen3-0.6B", 1.192e9, 7.36e6, 0.0099, 596_049_920, 8.0, 0.25, 0.3, 0.2, 0.02, POLL_S, 50)
-LINK = 100e6  # bytes per second, for a model like the example
+LINK = 100e6  # bytes per second of an assumed network link, for a model of the example's size
 _GRID = 24, 14  # columns and rows of weights
 
 
@@ -220,7 +222,7 @@ def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
     """Return the numbers behind the animations, for JSON."""
     measured = facts_of(run, model)
     facts = [asdict(found) for found in (measured, EXAMPLE) if found]
-    for found in facts:  # sending all weights of a smaller model takes as long as for the example
+    for found in facts:  # a smaller model gets a slower link, so all its weights take equally long
         found["link"] = min(LINK, LINK * found["full_bytes"] / EXAMPLE.full_bytes)
     chance, cells = random.Random(7), range(_GRID[0] * _GRID[1])
     grid = {

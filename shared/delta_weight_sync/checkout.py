@@ -127,10 +127,10 @@ def follow(
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
 
     Raises:
-        ConfigError: `public_key` is set although `run` is an open run. The iteration, not this call, raises
-            the following errors.
-        FolderError: Another process follows into this folder, or the folder holds other files.
-        DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error, too.
+        ConfigError: `public_key` is set although `run` is an open run.
+        FolderError: From the iteration: another process follows into this folder, or it holds other files.
+        DeltaWeightSyncError: From the iteration: the run cannot be opened. With `version` or `once`, any
+            other error is raised, too.
     """
     if isinstance(run, RunReader) and public_key is not None:
         raise errors.ConfigError("public_key applies only to a URL: pass the key to open_run instead")
@@ -144,7 +144,7 @@ def follow(
         ):
             if version is not None or once:
                 manifest = watcher.poll() if version is None else reader.manifest(version)
-                assert manifest is not None, "a new watcher has not used any version"
+                assert manifest is not None, "a new watcher's first `poll` returns a version or raises"
                 yield FollowedVersion(manifest, folder.update(manifest))
                 return
             error: Exception | None = None
@@ -163,7 +163,7 @@ def follow(
                         error = watcher.problem()
                 except (errors.DeltaWeightSyncError, OSError) as caught:
                     error = caught
-                yield from built  # at most one version; the same one again if only HEAD was rewritten
+                yield from built  # at most one version; the previous version again if only HEAD was rewritten
                 built.clear()
                 if error and str(error) != last_complaint:
                     complain(error)
@@ -188,13 +188,14 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
     """Build from the held version. Return False if the version must be built from the anchor instead.
 
-    This is so if the anchor takes fewer bytes, a file other than the weights differs, deltas from the held
+    The anchor is needed if it takes fewer bytes, a file other than the weights differs, deltas from the held
     version are missing, or the result has another digest. (The digest differs if the run was started over, or
     if another program changed the held version.)
     """
     recipe, both = reader.recipe(manifest, held.version), (held.manifest.anchor, manifest.anchor)
-    # The names of all files, and the hashes of the files other than weights, which `apply_delta` updates.
-    old, new = ({f.name: f not in a.weights and f.sha256 for f in a.files} for a in both)
+    # Both anchors must have the same file names. The deltas update the files of weights, so their hashes may
+    # differ; the hashes of all other files must be the same.
+    old, new = ({f.name: "" if f in a.weights else f.sha256 for f in a.files} for a in both)
     if recipe.anchor or not recipe.deltas or old != new:
         return False
     shutil.rmtree(into, ignore_errors=True)
@@ -234,9 +235,8 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlocked when this process ends
         except BlockingIOError:
             self._lock.close()
-            raise errors.FolderError(
-                f"another process is following into {folder}: stop that process, or choose another folder"
-            ) from None
+            busy = f"another process is following into {folder}: stop that process, or choose another folder"
+            raise errors.FolderError(busy) from None
         shutil.rmtree(self._building, ignore_errors=True)  # a killed process may have left this folder
         self.held = self._verified()
 

@@ -1,6 +1,6 @@
 """Reads Hugging Face checkpoints as bf16 bits, `{name: uint16 array}`, and writes bits as checkpoints.
 
-Only casts import torch, which takes seconds; mapping a file's bf16 bits does not need torch.
+A function that casts weights imports torch, which takes seconds. Mapping a file's bf16 bits needs no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ INDEX = f"{WEIGHTS}.index.json"  # says which file has which tensor, if the weig
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
 _HEAD = "lm_head.weight"
-_SAME = 0.01  # min share of a tensor's elements that are equal in policy and base; other models have less
+# If policy and base have a smaller share of equal elements in a tensor, they are different models.
+_SAME = 0.01
 _SHARDS = "model*.safetensors"
 # What a server reads besides the weights: config, tokenizer, chat template, processors.
 _FILES = (
@@ -40,7 +41,7 @@ _log = logging.getLogger("delta_weight_sync")
 def to_bits(tensor: torch.Tensor) -> Bits:
     """Return a copy of `tensor` as bf16 bits: uint16, of the same shape, C-contiguous, on the host.
 
-    Host tensors that are not bf16 are rounded by `codec.nearest`, as torch's NaN bits depend on the machine.
+    `codec.nearest` rounds host tensors that are not bf16. In torch, NaN bits depend on the machine.
     """
     import torch
 
@@ -111,7 +112,7 @@ def map_folder(folder: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
 def write_bits(shapes: Shapes, bits: Callable[[str], Bits], path: Path) -> None:
     """Write a bf16 `.safetensors` file that transformers and vLLM load.
 
-    `bits` is called for one tensor of `shapes` after the other, so only one has to be in memory.
+    `bits` is called for one tensor of `shapes` after the other, so only one tensor has to be in memory.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -127,13 +128,13 @@ def write_bits(shapes: Shapes, bits: Callable[[str], Bits], path: Path) -> None:
 
 
 class Base:
-    """The checkpoint that a run starts from: a folder, or a model on the Hub. Weights may be missing."""
+    """The checkpoint that a run starts from: a folder, or a model on the Hub. It may have no weights."""
 
     def __init__(self, source: str | Path) -> None:
         """Find the checkpoint; raises `CheckpointError`."""
         from huggingface_hub import snapshot_download  # imported here, because readers do not need it
 
-        try:  # a trainer that loaded a model has it in the Hub's local cache already
+        try:  # this rarely downloads weights: a trainer that loaded the model has them in the Hub's cache
             given = Path(source) if Path(source).is_dir() else None
             self.folder = given or Path(snapshot_download(str(source), allow_patterns=[*_FILES, _SHARDS]))
         except (OSError, ValueError) as error:
@@ -168,11 +169,12 @@ class Base:
         Args:
             trained: Shapes of the tensors that the trainer publishes.
             own: Names of the tensors that this rank owns.
-            bits: Returns the bits of one of these tensors, by name.
+            bits: Returns the bits of the tensor with a given name, one of `own`.
 
         Raises:
-            CheckpointError: The policy was not loaded from this checkpoint. Other names are no error, if the
-                unmatched tensors of policy and checkpoint have equally many elements.
+            CheckpointError: The policy was not loaded from this checkpoint. If the policy's unmatched tensors
+                have as many elements as the checkpoint's unmatched tensors, they count as the same tensors
+                under other names. Then there is no error, and nothing is yielded.
         """
         shapes = {path: shapes_in(path) for path in sorted(self.folder.glob(_SHARDS))}
         stored = {name: shape for inside in shapes.values() for name, shape in inside.items()}
@@ -194,7 +196,7 @@ class Base:
                 return  # the same tensors under other names
             lack = f", and {min(missing)} was not published" if missing else ""
             raise self._other(f"{min(strange)} is not in {self.name}{lack}")
-        # A trained tensor of the head's shape is an embedding. Perhaps the policy ties its head to it.
+        # A trained tensor of the head's shape is an embedding, and the policy may use it as its head, too.
         if _HEAD in missing and stored[_HEAD] in trained.values():
             raise self._other(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
         if missing:  # compare one tensor, to see whether the policy was loaded from this checkpoint

@@ -1,10 +1,10 @@
 """What this library needs of vLLM and TRL, and whether the installed releases have it.
 
 The library uses and patches code of vLLM and TRL that is not a public interface. `compat.toml` lists these
-places. This module looks for each place in the installed sources, without importing them. If a required
-feature lacks a place, this is an error. If an optional feature lacks a place, the feature is switched off,
-with a warning; a tested release that is too old for the feature causes no warning. A release that was not
-tested causes a warning, even if it has all places. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings into errors.
+places. This module looks for each place in the installed sources, without importing them. It is an error if
+a required feature lacks a place. If an optional feature lacks a place, the feature is switched off, with a
+warning. (There is no warning if the release was tested and is older than the feature.) An untested release
+causes a warning, even if it has all places. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings into errors.
 """
 
 import ast
@@ -28,14 +28,13 @@ STRICT: Final = "DELTA_WEIGHT_SYNC_STRICT"
 _PLACE: Final = re.compile(r"([\w.]+)(?:\(([\w, ]*)\)| with ([\w ]+))?")
 _log = logging.getLogger("delta_weight_sync")
 
-
 Place = tuple[str, str, str]
 """A file of the package, what must be in it, and why."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature and the places that it needs. If it is optional, `without` says what happens without it."""
+    """A feature and the places that it needs. `without`: what happens without it; empty if it is required."""
 
     what: str
     places: list[Place]
@@ -64,7 +63,8 @@ class Release:
         return not self.features[feature].missing
 
     def cure(self, since: str = "") -> str:
-        """Return the command that installs a tested release, `since` or later: the next, else the newest."""
+        """Return the command that installs a tested release, not older than `since`: the first such release
+        after the installed one, or the newest one if no such release is newer than the installed one."""
         works = [release for release in self.run if _number(release) >= _number(since)]
         newer = (release for release in works if _number(release) > _number(self.version))
         return f"pip install '{self.package}=={next(newer, works[-1])}.*'"
@@ -104,7 +104,7 @@ def examine(package: str, site: Path | None = None) -> Release:
         return Release(package, "", needs["run"])
     name, version, features = found[0].name, found[0].version, dict[str, Feature]()
     for feature, fields in needs["features"].items():
-        if fields.pop("on", "") in f"{name} {version}":
+        if fields.pop("on", "") in f"{name} {version}":  # "cpu": only builds for a CPU need this feature
             missing = [place for place in fields["places"] if not _has(folder / place[0], place[1])]
             features[feature] = Feature(missing=missing, **fields)
     return Release(name, version, needs["run"], features)

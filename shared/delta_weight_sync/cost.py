@@ -69,14 +69,15 @@ class Sizes(NamedTuple):
     small: tuple[float, ...]
 
 
-# "fp32" is from section "growth" of the bench (63 M weights in the shapes of Qwen3-0.6B, late in a run). For
-# "fp32-start" (SmolLM2-135M) and "bf16" (shaped as "fp32"), the sizes at 1 % are from section "size", and the
-# others from `bench.deltas.smollm2(GRID, share)` and `.qwen(BF16, share, 63 M weights)`, 2026-11-21.
+# "fp32": 63 M weights in the shapes of Qwen3-0.6B, late in a run, from section "growth" of the bench.
+# "fp32-start": SmolLM2-135M, from `bench.deltas.smollm2(GRID, share)` on 2026-11-21.
+# "bf16": the shapes of "fp32", from `bench.deltas.qwen(BF16, share, shapes)` on 2026-11-21.
+# For "fp32-start" and "bf16", the sizes at 1 % are from section "size" instead.
 SIZES: Final[dict[Trainer, Sizes]] = {trainer: Sizes(**row) for trainer, row in _read("sizes.json").items()}
 # Versions that a delta or jump spans -> its changes, relative to those of one version (section "joining").
 MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.1}
 _TABLE_BYTES: Final = 75.0  # bytes of a delta file's header for each changed tensor
-_WEIGHTS_PER_TENSOR: Final = 1.4e6  # in the measured models; tensors of larger models are larger
+_WEIGHTS_PER_TENSOR: Final = 1.4e6  # in the measured models; larger models have fewer tensors per weight
 
 
 class Rate(NamedTuple):
@@ -119,12 +120,12 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 PUBLISHING_PART: Final = {"all": 4, "api": 0, "files": 0}  # by each of several ranks, before rank 0 publishes
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
-TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each further part, at the same time
-TAKING_LARGE_PART: Final = {"all": 2, "api": 0, "files": 0}  # the same, if parts have more than DIRECT bytes
+TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each further part, in parallel with the first
+TAKING_LARGE_PART: Final = {"all": 2, "api": 0, "files": 0}  # for each further part of more than DIRECT bytes
 TAKING_IN_TURN: Final = 3  # a reader's requests in sequence, including the poll of HEAD
-# Further requests for large parts: (bytes, (further requests in sequence, how many of them go to the API)). A
-# part of more than SMALL bytes needs 2. Parts of more than DIRECT bytes need 5 for all parts together.
-_LATER: Final = ((DIRECT, (5, 2)), (SMALL, (2, 0)))
+# Large parts take further requests, in sequence. Each part of more than SMALL bytes takes 2, and all parts of
+# more than DIRECT bytes take 5 together. Rows: the size, (the requests, how many of these go to the API).
+_FURTHER: Final = ((DIRECT, (5, 2)), (SMALL, (2, 0)))
 _POLLS: Final = 2  # polls of HEAD after the Hub announces a version: one immediately, one an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
@@ -133,7 +134,7 @@ _HOUR_S: Final = 3600.0
 
 
 def distance_bits(share: float) -> float:
-    """Bits for the distance from one change to the next, if `share` (below 1/2) of the weights changed."""
+    """Bits of a distance between changes in the best Rice code, if `share` (below 1/2) of weights changed."""
     return min(k + 1 / (1 - (1 - share) ** (1 << k)) for k in range(41))
 
 
@@ -156,7 +157,7 @@ class RunFiles:
     """Deltas, jumps and anchors of a run in which each version changes `share` of the weights."""
 
     def __init__(self, params: int, share: float, encoding: Encoding, trainer: Trainer) -> None:
-        self._full, densest = 2.0 * params, 0.3  # above this share, a change takes the same number of bytes
+        self._full, densest = 2.0 * params, 0.3  # a change of any denser delta takes as many bytes as at 0.3
         shares = {span: min(share * MERGED[span], 1.0) for span in (*reversed(STRIDES), 1)}
         self._changes = {span: params * merged for span, merged in shares.items()}
         self._sizes = {}
@@ -214,7 +215,7 @@ class Plan:
         self.replica_workers = asked.workers or math.ceil(REPLICA_BYTES * params / GPU_BYTES)
         self.trainer_machines = math.ceil(ranks / PER_MACHINE)
         self.replica_machines = math.ceil(self.replica_workers / PER_MACHINE)
-        links = link * self.trainer_machines  # all together; a replica uses one link: one machine fetches
+        links = link * self.trainer_machines  # for uploads; a replica fetches on one machine, over one link
         self.threads = util.threads(asked.cores)  # threads that encode or decode
 
         # One sync.
@@ -222,23 +223,22 @@ class Plan:
         self.diff_s = diff_s(params, changes, asked.trainer, ranks, self.threads, link)
         parts = min(ranks, MAX_PARTS)
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / parts
-        # The owners upload their parts over the links of their machines. Then rank 0 uploads the manifest.
+        # Each rank uploads its part over the link of its machine. Then rank 0 uploads the manifest.
         self.uploads = PUBLISHING["all"] + (PUBLISHING_PART["all"] if parts > 1 else 0)
         on_one = math.ceil(parts / self.trainer_machines)
         self.upload_s = on_one * self.delta / parts / link + self.uploads * asked.latency
-
         large = self.delta / parts > DIRECT
 
-        def later(size: float) -> tuple[int, int]:
-            return next((more for above, more in _LATER if size / parts > above), (0, 0))
+        def further_requests(size: float) -> tuple[int, int]:
+            return next((more for above, more in _FURTHER if size / parts > above), (0, 0))
 
-        further, api = later(self.delta)
+        further, api = further_requests(self.delta)
         self.fetches, self.notification_s = TAKING_IN_TURN + further, POLL_S / 2
 
         def taken(size: float, changed: float) -> tuple[float, float, float]:
-            wait_s, rounds = later(size)[0] * asked.latency, math.ceil(parts / SIDE_BY_SIDE)
+            wait_s, rounds = further_requests(size)[0] * asked.latency, math.ceil(parts / SIDE_BY_SIDE)
             rounds = 1 if size / parts > DIRECT else rounds  # large parts are fetched together
-            # The slower of: all parts over the shared link, and the rounds, each after the round before.
+            # All parts share the link, and each round waits for the round before: the slower limit counts.
             parts_s = max(wait_s + size / link, rounds * (wait_s + size / parts / link))
             stage_commit_s = taking_s(params, changed, asked.encoding, self.replica_workers, self.threads)
             return TAKING_IN_TURN * asked.latency + parts_s, *stage_commit_s
@@ -262,8 +262,8 @@ class Plan:
         def deltas_s(versions: float) -> float:
             size, changed, count = files.after_anchor(versions)
             rounds = 1 if large else math.ceil(count * parts / SIDE_BY_SIDE)
-            # Most files are not fetched ahead, so small files take as many requests as those above SMALL.
-            requests_s = rounds * (further or _LATER[-1][1][0]) * asked.latency
+            # Most files of a join are not fetched ahead, so even a file below SMALL takes further requests.
+            requests_s = rounds * (further or _FURTHER[-1][1][0]) * asked.latency
             apply_s = decode.seconds(params, changed) + APPLY.seconds(params, changed)
             return requests_s + size / link + apply_s / self.threads
 
@@ -279,7 +279,7 @@ class Plan:
         self.copy_state_s = COPY_STATE_S * self.state / ranks
         self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * links / 10)
         self.stored_hour, self.egress_hour = self.published_hour * stored, fetched_hour * self.delta
-        # A rank's own tensors, and its blocks of other ranks' tensors.
+        # The tensors that a rank owns, and its blocks of the tensors that other ranks own.
         self.mirror = self.full / parts + self.full / ranks * (1 - 1 / parts)
 
         def taken_requests(kind: str, more: int) -> int:

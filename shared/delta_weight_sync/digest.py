@@ -6,9 +6,10 @@
 `bits` is the bf16 pattern as an unsigned integer, `i` the row-major position, `mix(i)` the i-th output of
 splitmix64 with seed 0 (Steele, Lea & Flood, 2014), `seed(t)` the first eight bytes of sha256(name). The sum
 does not depend on order, so replicas can hash shards in any layout. Changing an element from `a` to `b` adds
-`r * (b - a)`. The second factor of `r` has 32 bits. So the sum over a block of 4096 elements, without the
-first factor, stays below 2^60, and vector instructions can compute it. The digest detects any one wrong
-element, but several may cancel out by chance. It guards against mistakes, sha256 against tampering.
+`r * (b - a)`. In a block of 4096 elements, the first factor of `r` is constant, and the second has 32 bits.
+So the sum of second factor * `bits` over a block is below 2^60, and vector instructions can compute this sum.
+The digest detects any one wrong element, but several may cancel out by chance. The digest guards against
+mistakes, sha256 against tampering.
 """
 
 import functools
@@ -49,7 +50,7 @@ INNER: NDArray[np.uint32] = _mix(np.arange(BLOCK, dtype=np.uint64)).astype(np.ui
 
 @kernel
 def _hash_block(bits: Bits, factors: NDArray[np.uint32]) -> np.uint64:
-    """Hash a part of one block. Pass slices, because numba vectorises only a loop that begins at index 0."""
+    """Hash a part of one block. Takes slices, because numba vectorises only a loop that begins at index 0."""
     total = np.uint64(0)
     for j in range(bits.size):
         total += np.uint64(factors[j]) * np.uint64(bits[j])

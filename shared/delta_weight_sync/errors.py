@@ -35,10 +35,8 @@ _LONGEST: Final = 4000  # max characters of a message
 
 
 class DeltaWeightSyncError(Exception):
-    """Root of this library's errors. Messages hold no token.
-
-    A message is one printable line of at most 4,000 characters, because it may quote objects of a bucket.
-    """
+    """Root of this library's errors. A message never holds an access token. A message is one printable line
+    of at most 4,000 characters, because it may quote objects of a bucket."""
 
     kind: ClassVar[str] = "error"
 
@@ -84,7 +82,7 @@ class CheckpointError(DeltaWeightSyncError, FileNotFoundError, kind="checkpoint"
 
 
 class BucketError(DeltaWeightSyncError, RuntimeError, kind="bucket"):
-    """An operation on a bucket failed. Messages never hold a token."""
+    """An operation on a bucket failed."""
 
 
 class ObjectMissingError(BucketError, kind="object-missing"):

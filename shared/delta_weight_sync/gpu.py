@@ -24,6 +24,7 @@ from delta_weight_sync.digest import INNER
 _HOST_ADDRESSES = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _PORTABLE = 1  # a flag: pin the memory for every GPU of this process
 _STEP = 8  # a tensor begins at a multiple of 8 elements, because a thread reads 16 bytes at a time
+used = Counter[str]()  # "launches" and "waits" of this process so far
 
 
 def free_bytes(device: torch.device) -> int:
@@ -32,9 +33,6 @@ def free_bytes(device: torch.device) -> int:
         return sys.maxsize
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + unused
-
-
-used = Counter[str]()  # "launches" and "waits" of this process so far
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
@@ -75,7 +73,7 @@ def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], devi
 
 
 def _register(owner: object, memory: torch.Tensor) -> None:
-    """Pin memory in place. (torch would round the size up to a power of two, at worst to twice the size.)"""
+    """Pin memory where it is. (Pinned memory that torch allocates may take up to twice the size.)"""
     if not _uses_host_addresses():
         raise MemoryError(
             "this machine's GPU sees pinned host memory at another address than the CPU (as under gVisor or"

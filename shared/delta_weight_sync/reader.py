@@ -36,10 +36,9 @@ from delta_weight_sync.util import in_order
 SIDE_BY_SIDE = 6  # files that are fetched at the same time
 _TRIES = 5  # attempts to list and read the HEADs; a new writer may remove a HEAD in between
 _MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: the public key is probably wrong
-_MAX_DAMAGED = 64  # a search reads at most this many manifests, because a forged one can claim any version
+_MAX_MANIFESTS = 64  # a search reads at most this many: any number of forged ones could come first
 _MAX_HEADS = 16  # a search reads at most this many HEADs: usually there is one
-Problems = dict[str, Exception]
-"""Records that were skipped in the search for a valid record: key -> error."""
+Problems = dict[str, Exception]  # records that a search for a valid record skipped: key -> error
 
 
 def split_run(url: str) -> tuple[str, str]:
@@ -87,7 +86,7 @@ class RunReader:
     """The reading half of the protocol.
 
     The reader checks that each record is complete and belongs to this run. If another record names the sha256
-    of the record, the reader compares it. If there are trusted keys, one of them must have signed the record.
+    of the record, the reader checks it. If there are trusted keys, one of them must have signed the record.
 
     Args:
         bucket: The bucket that holds the run.
@@ -111,8 +110,8 @@ class RunReader:
     def manifest(self, version: int | None = None) -> Manifest:
         """The manifest of `version`, by default the newest.
 
-        An older manifest is found by listing keys, not by the chain of hashes that begins at HEAD. So check
-        the digest of the weights that you build.
+        The reader finds an older manifest in a listing. It does not follow the chain of hashes that begins at
+        HEAD. So check the digest of the weights that you build from the manifest, as `checkout` does.
 
         Raises:
             NoVersionError: The run has not published this version.
@@ -169,7 +168,8 @@ class RunReader:
 
     def try_older(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
         """Call `use` with a version. If `use` finds a damaged or missing file, also call `use` with the
-        newest earlier version that can be built from readable files. Even if that works, raise the error."""
+        newest earlier version that can be built from readable files: an older version is better than none.
+        Raise the error even if the older version works, so that the caller learns of the damage."""
         try:
             use(manifest)
         except (errors.ProtocolError, errors.ObjectMissingError):
@@ -216,9 +216,8 @@ class RunReader:
         """Like `fetch`, several files at a time. Returns the paths in the order of `refs`."""
         if len(wanted := [*refs]) < 2:
             return [self.fetch(ref, folder) for ref in wanted]
-        lacking = [
-            (ref.key, folder / ref.name, ref.size) for ref in wanted if not (folder / ref.name).exists()
-        ]
+        places = ((ref, folder / ref.name) for ref in wanted)
+        lacking = [(ref.key, path, ref.size) for ref, path in places if not path.exists()]
         with contextlib.suppress(errors.BucketError):  # `fetch` then says which file cannot be read
             self.bucket.fetch_together(lacking)
         with ThreadPoolExecutor(SIDE_BY_SIDE, "fetch") as pool:  # these threads end with the fetch
@@ -226,10 +225,10 @@ class RunReader:
             return list(pool.map(lambda ref: self.fetch(ref, folder), wanted))
 
     def fetch_anchor(self, anchor: AnchorRef, folder: Path) -> None:
-        """Fetch an anchor's files. Small files come first; if one of them is damaged, no weights are fetched.
+        """Fetch an anchor's files: first the small ones, then the weights if no small file is damaged.
 
-        Before that, weight files that this anchor does not name are removed from the folder. They are from an
-        earlier anchor, divided into other files, and a loader would load them, too.
+        Before the fetch, delete weight files that this anchor does not name. An earlier anchor, which was
+        divided into other files, left them in the folder, and a loader would load them, too.
 
         Raises `ProtocolError` if the anchor has no weights, or a file is damaged.
         """
@@ -319,8 +318,8 @@ class RunReader:
             problems: Receives the HEADs that were skipped.
 
         Raises:
-            ProtocolError: No HEAD can be used or rebuilt, and at least one HEAD is unsigned (with `floor`:
-                unsigned, damaged or older).
+            ProtocolError: No HEAD can be used or rebuilt, and an unsigned HEAD was skipped. With `floor`, a
+                skipped HEAD that is damaged or older is enough for this error.
         """
         for _ in range(_TRIES):
             skipped: Problems = {}
@@ -369,7 +368,7 @@ class RunReader:
         there = {info.key: info.size for info in listing or self.bucket.list(self.keys.folder)}
         listed = [each for each in _manifests(there) if writer is None or each[0].written_by(writer)]
         unsigned = 0
-        for _, key in sorted(listed, reverse=True)[:_MAX_DAMAGED]:
+        for _, key in sorted(listed, reverse=True)[:_MAX_MANIFESTS]:
             try:
                 manifest = self.read_listed(key)
             except (errors.ProtocolError, errors.ObjectMissingError) as error:
@@ -398,7 +397,7 @@ class RunReader:
             return self.read(Manifest, rebuilt.manifest)
 
     def read_listed(self, key: str) -> Manifest:
-        """The manifest at a listed key. No record names its sha256, so the content must fit the key."""
+        """The manifest at a listed key. No record names its sha256, so its version and writer are checked."""
         manifest = self.read(Manifest, key)
         if key != self.keys.manifest(manifest.version, Writer(manifest.writer_term, manifest.writer)):
             raise errors.ProtocolError(f"{key} holds the manifest of another version: it was not used")

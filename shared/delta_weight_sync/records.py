@@ -40,7 +40,8 @@ LARGEST: Final = 1e15  # the largest number that a log event may report, in any 
 STRIDES: Final = (8, 64)  # versions that a jump spans
 ANCHOR_PAYS: Final = 0.5  # write an anchor when a join must fetch deltas of more than this share of the model
 MAX_FILES: Final = 128  # write an anchor when a join needs this many deltas and jumps, however small
-# A manifest names at least the deltas of the newest 64 versions, but none before a version without a delta.
+# A manifest names at least the deltas of the newest 64 versions. But if one of these versions was published
+# whole, without a delta, the manifest names only the deltas of later versions.
 WINDOW: Final = 64
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 
@@ -84,7 +85,8 @@ class Keys:
     def __init__(self, run: str) -> None:
         if not re.fullmatch(RUN_NAME, run):
             raise ProtocolError(
-                f"{run!r} is not a run name: use 1 to 96 of A-Z a-z 0-9 . _ - and a letter or digit first"
+                f"{run!r} is not a run name: use at most 96 letters, digits, '.', '_' and '-', and begin with a"
+                " letter or digit"
             )
         self.run = run
         self.folder = f"runs/{run}/"
@@ -294,7 +296,7 @@ class Manifest(Sealed):
 
     `deltas` lead to `version` one by one, without a gap; each delta is one file or several parts. Together
     with `jumps`, they lead to `version` from the anchor, and from each of the last `WINDOW` versions. But if
-    one of these versions has no delta, they lead only from this version and the later ones.
+    one of these versions was published whole, without a delta, nothing leads from the versions before it.
     """
 
     born: Time  # unix seconds when the run was created; a run that is started over gets a new time

@@ -5,8 +5,8 @@ new events uploads the whole newest segment again, with all events that it held 
 change, so a reader reads each full segment once. Only the trainer writes, because replicas have read-only
 tokens. So the trainer asks replicas for their status and records the answers.
 
-The log is not signed, so readers do not trust it. Every field of an event has a limit. Readers cut texts and
-lists of rollouts that are too long, and skip and count all other lines that are not events.
+The log is not signed, so readers do not trust it. Every field of an event has a limit. Readers shorten a text
+or list of rollouts that is too long. They skip and count a line that breaks another limit or is no event.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from delta_weight_sync.records import FORMAT, Count, Digest, Keys, Line, Number,
 from delta_weight_sync.store import Bucket
 
 SEGMENT: Final = 512  # max events of a segment
-SEGMENT_BYTES: Final = 4 << 20
+SEGMENT_BYTES: Final = 4 << 20  # max bytes of a segment
 LINE: Final = 1 << 20  # max bytes of an event
 METRICS: Final = 256  # max metrics of a step
 _log = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ class SyncEvent(Record):
     full_bytes: Count
     changed: Count
     total: Count
-    diff_s: Number  # how long the trainer waited
+    diff_s: Number  # how long the trainer waited until its changes were found
     encode_s: Number
-    publish_s: Number  # from hand-over to HEAD, in the background
+    publish_s: Number  # from the hand-over of the weights until HEAD is stored; training goes on meanwhile
 
 
 class Rollout(Record):
@@ -124,10 +124,7 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 class RunLogWriter:
-    """Appends events and writes them out in the background, at most once per `every_s` seconds.
-
-    Each write uploads the whole newest segment again: at most `SEGMENT_BYTES` bytes.
-    """
+    """Appends events, and uploads new ones in the background, at most once per `every_s` seconds."""
 
     def __init__(self, bucket: Bucket, run: str, *, every_s: float = 1.0) -> None:
         self._bucket, self._keys, self._every_s = bucket, Keys(run), every_s
@@ -212,7 +209,7 @@ class RunLogReader:
             data = self._bucket.get(self._keys.segment(self._segment))
         except ProtocolError:  # the segment is far too large
             data = b"?"
-        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # surplus lines stay one piece
+        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # lines after a full segment stay one piece
             self._seen += 1
             try:
                 yield _EVENT.validate_json(line if len(line) <= LINE else b"")

@@ -98,8 +98,7 @@ class PublicKeys:
 def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
     """The key to sign with, if any, and the keys to trust, which include the signing key's public half.
 
-    Raises:
-        KeyFormatError: A key is invalid, or the signing key's public half is not among the trusted keys.
+    Raises `KeyFormatError` if a key is invalid, or if the public half is not among the trusted keys.
     """
     text = environ.get(SIGNING_KEY, "")
     signing = SigningKey(text) if text else None

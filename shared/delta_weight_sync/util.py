@@ -49,7 +49,8 @@ def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 
 
 
 def in_parts(work: Callable[[slice], Result], count: int, least: int) -> list[Result]:
-    """Call `work` on slices of `range(count)`, of about `least` items or more, on up to `THREADS` threads."""
+    """Call `work` in threads, on up to `THREADS` slices of `range(count)`. Return the results in order.
+    If there are several slices, each slice has at least `least` items."""
     parts = min(THREADS, max(1, count // least))
     cuts = [count * part // parts for part in range(parts + 1)]
     return [*in_order(work, map(slice, cuts, cuts[1:]), parts)]

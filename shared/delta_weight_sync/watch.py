@@ -1,7 +1,7 @@
 """Watches a run for newer versions: polls HEAD, wakes up when notified, and backs off from failures.
 
 Three kinds of failure are retried with growing pauses: the store does not answer, records cannot be read, or
-a version cannot be used. `Watcher.reset` ends all pauses. `Watcher.refresh` keeps only the first kind's.
+a version cannot be used. `Watcher.reset` ends all pauses. `Watcher.refresh` keeps pauses of the first kind.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class Watcher:
         self._finding = Backoff()  # delays reading the HEADs again that led to a failure
         self._using = Backoff()  # delays the next try of a version that could not be used
         self._mending = Backoff()  # delays the next search for a version after damaged HEADs
-        self._answered, self._fruitful = False, True  # `_fruitful`: did the last prompted poll find news?
+        self._answered, self._fruitful = False, True  # store answered; last prompted poll found news
         self._newest = seen
         self.reset(seen.rank if seen else None)
 
@@ -108,7 +108,7 @@ class Watcher:
     def _use(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
         """Call `use`. If `use` fails, delay the next try of this version, even if HEAD is rewritten."""
         if not self._using.allows(manifest.seal):
-            self._finding.failed(self._found)
+            self._finding.failed(self._found)  # meanwhile, do not read the same HEADs and manifest again
             return
         try:
             use(manifest)
@@ -149,7 +149,7 @@ class Watcher:
             self._fetch_ahead(following, self._key)
         head = self._known_head() if known else None
         if head is None:
-            if not self._mending.allows(_STORE):  # `_finding` does not delay a HEAD that changes each second
+            if not self._mending.allows(_STORE):  # `_finding` delays only HEADs that have not changed
                 return None
             # Without a HEAD, the reader lists the whole run and rebuilds HEAD. So do this rarely.
             if self._empty < 2 or self._empty % _LIST_EVERY == 1:
@@ -171,7 +171,7 @@ class Watcher:
         return manifest
 
     def _fetch_ahead(self, version: int, *others: str) -> None:
-        """Begin to read the manifest of `version` and the deltas that lead there, by predicted keys.
+        """Begin to read `others`, the manifest of `version`, and the deltas up to it, by predicted keys.
 
         Parts that were large in the newest version are left out. Nothing is fetched ahead from a folder,
         because reading a file is faster than starting a thread.
@@ -201,7 +201,7 @@ class Watcher:
         with contextlib.suppress(ProtocolError, ObjectMissingError):
             if writer := head_writer(self._key):
                 head = self._reader.head_of(writer, self._head_floor)
-                if head.rank == self._head_floor:  # perhaps fetched ahead, before the writer replaced HEAD
+                if head.rank == self._head_floor:  # perhaps fetched ahead and outdated: read again
                     head = self._reader.head_of(writer, self._head_floor)
                 self._skipped_heads.pop(self._key, None)
                 return head

@@ -197,7 +197,8 @@ def open_files(wanted: int) -> int:
     return allowed
 
 
-STOP_S, _CLEAN_S = 20, 5  # seconds for uvicorn to stop; after these, seconds to remove temporary files
+STOP_S = 20  # seconds after a signal in which uvicorn must stop
+_CLEAN_S = 5  # further seconds to remove temporary files, if uvicorn did not stop
 
 
 class _Server(uvicorn.Server):
@@ -231,8 +232,8 @@ def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: A
 class Lane:
     """Requests that share a capacity. The caller says how many units a request takes, for example its bytes.
 
-    A quarter of `capacity`, rounded down, is reserved for clients with the key. Each visitor can use as much
-    (at least 1 unit). `seconds` is the time limit of each request; the caller enforces this limit.
+    `capacity // 4` units are reserved for clients with the key. Each visitor can hold `capacity // 4` units,
+    or 1 unit if that is 0. `seconds` is the time limit of each request; the caller enforces this limit.
     """
 
     def __init__(self, capacity: int, seconds: float | None = None) -> None:
@@ -261,7 +262,7 @@ class LogLimit(logging.Filter):
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        # In a minute, a source can log half of its records from its savings, and half from their growth.
+        # In a minute, a line's saved budget pays for half of its records, and the new budget for the rest.
         self._rate, self._dropped = RateLimit(per_minute / 120, per_minute / 2, clock), Counter[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:

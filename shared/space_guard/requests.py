@@ -97,7 +97,7 @@ class RateLimit:
 
     def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_second, self._ahead_s, self._clock = per_second, burst / per_second, clock
-        # When the growth of a client's budget will have paid for everything that the client was charged for.
+        # Client -> the moment at which the growth of its budget will have paid for all its charges.
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
     def spend(self, client: str, cost: float) -> float:

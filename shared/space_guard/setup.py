@@ -70,7 +70,7 @@ class SpaceSettings(BaseModel):
         own = {name.removeprefix(prefix): value for name, value in environ.items() if name.startswith(prefix)}
         if "SPACE_ID" in environ:  # on the Hub
             opened = False
-            with suppress(ValidationError):  # which `model_validate` raises below, too
+            with suppress(ValidationError):  # `model_validate` finds this error again, below
                 opened = _BOOL.validate_python(own.get(cls.OPENING, opened))
             if 0 < len(key := own.get("KEY", "")) < MIN_KEY_LENGTH:
                 problems[f"{prefix}KEY"] = f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"

@@ -164,8 +164,8 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=float, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    files = "folder for the run; an earlier demo in it is deleted; smollm2's checkpoint goes next to it"
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
+    files = "folder for the run; an earlier demo in it is deleted; smollm2's checkpoint is put next to DIR"
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), metavar="DIR", help=files)
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < math.inf:
         parser.error(f"--minutes must be a number above 0; it is {arguments.minutes}")
@@ -204,8 +204,9 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
-    games = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env_port), "WORDLE_REPLICA_URL": replica_url}
-    processes.start("env", ["env_space.app"], games, nice=10)  # on a CPU, rollouts have the same low priority
+    env = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env_port), "WORDLE_REPLICA_URL": replica_url}
+    # On a CPU, the trainer's process for rollouts lowers its priority by the same amount.
+    processes.start("env", ["env_space.app"], env, nice=10)
     replica = replica_settings(policy, bucket_url, replica_port, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)

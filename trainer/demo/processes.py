@@ -68,7 +68,6 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         return self._children[name].poll() == 0
 
     def __exit__(self, *_: object) -> None:
-        # Ask the children to end, then kill all descendants that remain.
         with _signals_delayed():
             running = [child for child in self._children.values() if child.poll() is None]
             family = [psutil.Process(child.pid) for child in running]

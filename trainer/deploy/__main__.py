@@ -88,7 +88,7 @@ def _up(api: HfApi, arguments: Arguments) -> None:
         return
     hub.Account(api).require_write(owner)
     token = hub.require_read_only(api, os.environ.get("SPACE_HF_TOKEN", ""))
-    key = os.environ["SPACE_KEY"] = keys.space_key(owner)  # this process sends the key, as a trainer does
+    key = os.environ["SPACE_KEY"] = keys.space_key(owner)  # this process sends the key to the Spaces
     if trusted == NO_KEY_YET:
         plans = make_plan(owner, name, **options, trusted=_new_signing_key(api, owner, name))
     made = hub.apply(api, owner, name, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})
@@ -186,6 +186,7 @@ def _doctor(api: HfApi, arguments: Arguments) -> None:
 
 
 def _own_spaces(api: HfApi, arguments: Arguments, *, page: bool | None = False) -> list[Space]:
+    """Like `spaces_of`, but raises `DeployError` if there are no Spaces."""
     if not (spaces := spaces_of(api, arguments.owner, arguments.name, page=page)):
         raise DeployError(f"{arguments.owner} has no Spaces called {arguments.name}-*: run `up` to make them")
     return spaces

@@ -55,7 +55,8 @@ def connect() -> HfApi:
         made.timeout = 60.0
         return made
 
-    configure_clients()  # first, because the first opened bucket would call this and replace our client
+    # Call this first. Otherwise, the first bucket that is opened would call it later, and replace our client.
+    configure_clients()
     set_client_factory(client)
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
@@ -155,7 +156,7 @@ class Space:
     url: str
     private: bool
     variables: Mapping[str, str]
-    secrets: Mapping[str, str | None]  # name -> description
+    secrets: Mapping[str, str | None]  # name -> description: a fingerprint of the value, which the Hub hides
     files: frozenset[str]
     sha: str | None  # of the newest commit
     runtime: SpaceRuntime
@@ -173,7 +174,8 @@ class Space:
 def spaces_of(
     api: HfApi, owner: str, name: str, expected: Iterable[str] = (), *, page: bool | None = False
 ) -> list[Space]:
-    """Return the deployment's Spaces, the environment's first. Raises `DeployError` if a Space lacks `MARK`.
+    """Return the deployment's Spaces, the environment's first. Raises `DeployError` if a Space lacks the
+    variable `MARK`, because `up` did not create such a Space.
 
     The Hub's list may be out of date, so `expected` Spaces are looked up by name, too. If `page` is True,
     return only the static Space. If it is False, return only the apps. If it is None, return the apps, then
@@ -262,7 +264,7 @@ def apply(api: HfApi, owner: str, name: str, wanted: list[SpacePlan], secrets: S
         if repo_id not in plans:
             change(f"delete {repo_id}, which is not in the plan", api.delete_repo, repo_id, repo_type="space")
             continue
-        _update(plans[repo_id], space, secrets, api, change)  # before the upload, which starts a new Space
+        _update(plans[repo_id], space, secrets, api, change)  # precedes the upload, which starts the Space
         if _upload(api, space, contents[repo_id]):
             changes += 1
         elif not page and stage in (*PAUSED, *FAILED):
@@ -284,10 +286,10 @@ def _update(plan: SpacePlan, space: Space, secrets: Secrets, api: HfApi, change:
     if PUBLIC_KEY in space.variables.keys() - plan.variables.keys():
         change(f"remove {PUBLIC_KEY} from {repo_id}", api.delete_space_variable, repo_id, PUBLIC_KEY)
     for name in plan.secrets:
-        value, mark = secrets[name], fingerprint(secrets["REPLICA_KEY"], name, secrets[name])
-        if space.secrets.get(name) != mark:
+        value, known_by = secrets[name], fingerprint(secrets["REPLICA_KEY"], name, secrets[name])
+        if space.secrets.get(name) != known_by:
             what = f"set the secret {name} of {repo_id}"
-            change(what, api.add_space_secret, repo_id, name, value, description=mark)
+            change(what, api.add_space_secret, repo_id, name, value, description=known_by)
     if hardware not in ("", space.hardware):
         what = f"move {repo_id} to {hardware}"
         change(what, api.request_space_hardware, repo_id, hardware, sleep_time=sleep_s)

@@ -44,7 +44,7 @@ def space_key(owner: str) -> str:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file.touch(mode=0o600, exist_ok=False)
     file.write_text(f"SPACE_KEY={key}\n")
-    print(f"made a new SPACE_KEY in {file}; it replaces any other key on the Spaces")
+    print(f"made a new SPACE_KEY in {file}; `up` sets it on the Spaces in place of any other key")
     return key
 
 

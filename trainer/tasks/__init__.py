@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from trainer.settings import TASKS, Settings
 
-_UNLIMITED = 1_000  # a run without a limit of steps repeats its prompts after so many steps
+_UNLIMITED = 1_000  # steps after which a run without a limit of steps repeats its prompts
 
 
 @dataclass(frozen=True)

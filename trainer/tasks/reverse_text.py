@@ -1,8 +1,8 @@
 """Reverse-text: the policy writes a text backwards, letter by letter. More similar answers earn more.
 
 Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. A text has
-words from the tokenizer's vocabulary. Each word, with the space before it, is one token. So the policy sees
-no letters, and has to know how each token is spelled.
+words from the tokenizer's vocabulary. A word and the space before it are one token; the first word of a text
+has no space. So the policy sees no letters, and has to know how each token is spelled.
 """
 
 import random

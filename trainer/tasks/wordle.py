@@ -113,7 +113,7 @@ class WordleEnv:
         if 200 <= status < 300:
             return answer
         if not isinstance(answer, dict) or "detail" not in answer:  # the Wordle Space always sends a detail
-            fix = "check --env_url; if it is private, SPACE_HF_TOKEN must read it and SPACES must list it"
+            fix = "check --env_url; for a private Space, set SPACE_HF_TOKEN and add the URL to SPACES"
             raise ValueError(f"{url} answered {status} and is not the Wordle Space: {fix}")
         detail = str(answer["detail"])
         raise GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")

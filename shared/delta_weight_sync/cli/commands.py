@@ -1,4 +1,4 @@
-"""All commands except plan and doctor. Only commands that decode deltas import the codec."""
+"""All commands except plan and doctor. The codec is imported only when needed, because it loads slowly."""
 
 import argparse
 import functools
@@ -87,7 +87,8 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     """
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
-    # Start the command in another thread, where no signal handler can interrupt the start and lose it.
+    # Another thread starts the command. In this thread, an exception of a signal handler could interrupt the
+    # start, and the process that was just started would be lost.
     with ThreadPoolExecutor(1) as starter:
         started = starter.submit(subprocess.Popen, filled, shell=True, process_group=0)
         try:
@@ -157,6 +158,7 @@ def _log(arguments: Arguments) -> None:
             anchors.add(manifest.anchor.version)  # newest first, so the anchor's own row comes later
             if older := reader.parent(manifest):
                 manifests.append(older)
+            # If the trainer resumed from an earlier state, `older` may have a later sync than `manifest`.
             first = min(older.sync + 1, manifest.sync) if older else manifest.sync
             yield {
                 "version": manifest.version,
@@ -224,9 +226,9 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
     """Verify the versions one after the other, and yield the manifest of each.
 
     The oldest version is built as a joining replica builds it. Each later version is built from the version
-    before it and its delta. The newest version is also built as a joining replica builds it. Of the versions
-    in `manifests`, all anchors are checked, and all jumps that begin there and are in a recipe or in the
-    newest manifest. The disk holds at most two checkpoints at the same time."""
+    before it and its delta. The newest version is also built as a joining replica builds it. An anchor is
+    checked together with its version. A jump is checked together with its base version, if a recipe or the
+    newest manifest names the jump. The disk holds at most two checkpoints at the same time."""
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
     used = (delta for manifest in manifests for delta in manifest.recipe().deltas)
@@ -374,10 +376,10 @@ def _judge(command: str, version: FollowedVersion) -> bool | None:
 
 def _follow(arguments: Arguments) -> None:
     r"""DIR/current is a link to the newest version's folder, such as DIR/00000041. The link is replaced in
-    one step, after the new folder is complete and its digest is verified; that folder is never written again.
-    The previous version stays until the build of the next one begins. If an object is damaged or the bucket
-    is unreachable, the command says so and, without --once, keeps trying; DIR/current does not change. You
-    can kill the command at any moment. The next start keeps the version in DIR if its digest is right.
+    one step, after the new folder is complete and its digest is verified. A complete folder is never written
+    again. The previous version stays until the build of the next one begins. If an object is damaged or the
+    bucket is unreachable, the command says so and, without --once, keeps trying; DIR/current does not change.
+    You can kill the command at any moment. The next start keeps the version in DIR if its digest is right.
 
     COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or
     did not run for the version in DIR, the next start runs it. {path} becomes the version's own folder,

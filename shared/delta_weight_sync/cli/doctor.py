@@ -56,11 +56,12 @@ def _release(release: compat.Release) -> bool:
     state = "was tested with this library" if release.known else "was not tested with this library"
     print(f"{release.package} {release.version} {state}" if release.version else problems[0])
     for feature in release.features.values():
-        lacks, off = bool(feature.missing), f": {feature.without}" if feature.without else ""
-        print(f"  {('off' if off else 'error') if lacks else 'ok':8} {feature.what}{off if lacks else ''}")
+        lacks, optional = bool(feature.missing), bool(feature.without)
+        word = "ok" if not lacks else "off" if optional else "error"
+        print(f"  {word:8} {feature.what}{f': {feature.without}' if lacks and optional else ''}")
         for file, what, why in feature.missing or feature.places:
             print(f"           {'missing' if lacks else 'found'} {file}: {what} ({why})")
         if lacks:
-            upstream = f"; or upstream/{feature.upstream}" if feature.upstream else ""
+            upstream = f"; or apply the patch upstream/{feature.upstream}" if feature.upstream else ""
             print(f"           cure: {release.cure(feature.since)}{upstream}")
     return bool(release.version and problems)

@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     link, share = _quantity("([KMGT]?)[Bb]/s", 1, math.inf, speed), _quantity("(%)", 1e-4, 0.3, covered)
     seconds = _quantity("(m?)s", 0, math.inf, "a time: write 100ms or 0.3s")
     add("--params", type=params, required=True, help="number of weights of the model: 1T, 0.6B, 135M")
-    add("--changed", dest="share", type=share, required=True, help="share of the weights in a sync: 1%%")
+    add("--changed", dest="share", type=share, required=True, help="weights changed in a sync: 1%%")
     add("--replicas", type=_positive, required=True, help="number of vLLM replicas")
     add("--link", type=link, required=True, help="link speed of each machine: 100MB/s, 10Gb/s")
     latency = "time of a request to the Hub, without the transfer of its bytes (default: 100ms)"
@@ -68,11 +68,10 @@ def _positive(text: str) -> int:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    """What the prediction rests on, as sentences."""
     asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
     gpu, ranks = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB", plan.trainer_ranks
     machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
-    parts, taken = min(ranks, MAX_PARTS), plan.taken_requests
+    parts, taken = min(ranks, MAX_PARTS), plan.taken_requests + 1
     made = cost.PUBLISHING["all"] + (parts if parts > 1 else 0) * cost.PUBLISHING_PART["all"]
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
@@ -81,7 +80,7 @@ a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight; its workers: {asked.w
 a machine has up to {cost.PER_MACHINE} ranks or workers: {machines}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made} requests per version, {plan.uploads} of them in sequence
-each replica polls HEAD, then makes {taken} requests per version; {plan.fetches} in sequence, poll included
+each replica makes {taken} requests per version, one of them to poll HEAD; {plan.fetches} are in sequence
 a request takes {time_text(asked.latency)}, and the transfer of its bytes takes time in addition
 request counts assume that the Hub announces versions; times assume that a replica polls every {POLL_S:.0f} s
 changes are spread like those of the measured models; clustered changes make smaller files
@@ -92,13 +91,13 @@ private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cos
     if plan.threads > 1:
         times = f"{threads[0]:.1f} to {threads[1]:.1f} times"
         text += f"\nthreads share the work evenly; two measured threads were {times} as fast as one"
-    if not shares[0] / 1.34 <= asked.share <= shares[-1] * 1.34:  # a third outside still counts as measured
+    # A share up to a third outside the measured range still counts as measured.
+    if not shares[0] / 1.34 <= asked.share <= shares[-1] * 1.34:
         text += f"\nsizes at {100 * asked.share:.3g} % were not measured for trainer {asked.trainer}"
     return text.split("\n")
 
 
 def _table(plan: Plan) -> str:
-    """The prediction as text, with its assumptions."""
     asked, size, time, smaller = plan.question, size_text, time_text, f"{plan.full / plan.delta:.0f}"
     threads, workers = _count(plan.threads, "thread"), _count(plan.replica_workers, "worker")
     slow = "replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "publisher sets"
@@ -147,7 +146,7 @@ copy a trainer state|{time(plan.copy_state_s)}|training waits; at most every {co
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}
-host memory of each rank|{size(plan.mirror)}|the mirror: its tensors, and its blocks of other ranks' tensors
+host memory of each rank|{size(plan.mirror)}|the mirror: tensors that the rank owns, and its blocks of others
 a day's bucket, kept for a month|${plan.storage_usd_month:,.2f}|private, on the Hub
 replicas as Spaces|{spaces}
 

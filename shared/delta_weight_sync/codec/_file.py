@@ -38,7 +38,6 @@ _Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a gr
 _TABLE = TypeAdapter(Many[tuple[str, Annotated[Many[_Number], Field(max_length=_DIMS)], _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])
 
-
 Share = tuple[int, int]
 """(k, n): group k of a delta, and every n-th group after it."""
 WHOLE: Final[Share] = (0, 1)
@@ -90,7 +89,7 @@ class Delta:
         """Yield the changes, one group of tensors at a time, without a Python step for each tensor.
 
         Even for a hostile file, this allocates at most 64 bytes per byte of the file and 16 bytes per element
-        of the model. A yielded change takes 10 of the 16 bytes: its position takes 8, its ULPs take 2.
+        of the model. 10 of these 16 bytes are for an element's change: 8 for its position, 2 for its ULPs.
 
         Args:
             shapes: Shapes of the model's tensors. A file with other shapes is refused before decoding.
@@ -106,9 +105,8 @@ class Delta:
                 name, shape, *_ = next(row for row in self.tensors if shapes.get(row.name) != row.shape)
                 raise CodecError(f"it changes {name} {list(shape)}, which this model does not have")
             with safe_open(self._path, framework="numpy") as file:
-                yield from in_order(
-                    lambda job: groups.decode_group(*job), self._decode_jobs(file, old, share)
-                )
+                jobs = self._decode_jobs(file, old, share)
+                yield from in_order(lambda job: groups.decode_group(*job), jobs)
 
     def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
         """Yield the changes, one tensor at a time. Otherwise like `decode`."""
@@ -139,8 +137,8 @@ class Delta:
         self._rows = np.array([numels, changes, group], np.int64)
         before = self._rows[0].cumsum() - self._rows[0]  # elements before each tensor, in all groups
         before -= before[starts[self._rows[2]]]  # elements before each tensor, in its group
-        for wrong in np.flatnonzero(before >= groups.GROUP_ELEMENTS)[:1]:
-            raise CodecError(f"group {group[wrong]} must end at {before[wrong]} elements")
+        for row in np.flatnonzero(before >= groups.GROUP_ELEMENTS)[:1]:
+            raise CodecError(f"group {group[row]} goes on after {before[row]} elements, but must end there")
 
 
 def header_size(path: Path) -> int:
@@ -199,7 +197,7 @@ def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHO
     """Decode consecutive deltas, or the parts of one delta (one file from each rank), as one delta.
 
     `old` returns a tensor's bits at the base of the first delta. `share` says which groups of the parts to
-    decode. Of consecutive deltas, all groups are always decoded.
+    decode. For consecutive deltas, `share` is ignored: all groups are decoded.
     """
     if len({delta.version for delta in deltas}) == 1:
         # The shares rotate from part to part. Otherwise share 0 would get all parts that have a single group.
@@ -210,6 +208,7 @@ def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHO
     found: dict[str, Patch] = {}
 
     def between(name: str) -> Bits:
+        """Return a tensor's bits after the deltas that were merged so far."""
         if name not in found:
             return old(name)
         bits = old(name).copy()

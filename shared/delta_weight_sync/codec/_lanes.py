@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from delta_weight_sync.util import kernel
 
 LANES = 64
-BANDS = 8  # ranges of exponents, see `positions`
+BANDS = 8  # ranges of exponents: see the module `positions`
 _WORD = ir.IntType(64)
 _INDEX = ir.IntType(32)
 _BLOCK = ir.VectorType(ir.IntType(16), LANES)
@@ -36,15 +36,15 @@ def differs(typing: Any, left: Any, right: Any, start: Any) -> Any:
 def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: Any) -> Any:
     """Write one mask per band to `masks` (uint64 [8]): which of the 64 weights from `start` are in the band.
 
-    `bits` is uint16. `limits`, int8 [7], ascending: lowest exponent of each band but the first, minus 128,
-    because some machines compare only signed bytes. The caller pads an incomplete block with weights of the
-    last band; `valid` (uint64) has a set bit for each lane that is not padding.
+    `bits` is uint16. `limits` is int8 [7]: the lowest exponent of each band but the first, minus 128 (because
+    some machines compare only signed bytes). The limits ascend. The caller pads an incomplete block with
+    weights of the last band; `valid` (uint64) has a set bit for each lane that is not padding.
     """
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         block = _load(context, builder, signature.args[0], values[0], values[1])
-        unsigned = builder.shl(block, ir.Constant(_BLOCK, [1] * LANES))
-        high = builder.trunc(builder.lshr(unsigned, ir.Constant(_BLOCK, [8] * LANES)), _EXPONENTS)
+        shifted = builder.shl(block, ir.Constant(_BLOCK, [1] * LANES))  # now the high byte is the exponent
+        high = builder.trunc(builder.lshr(shifted, ir.Constant(_BLOCK, [8] * LANES)), _EXPONENTS)
         exponents = builder.xor(high, ir.Constant(_EXPONENTS, [-128] * LANES))  # minus 128
         first_limit, first_mask = (_data(context, builder, signature.args[i], values[i]) for i in (3, 4))
         lower = ir.Constant(_WORD, 0)

@@ -19,7 +19,7 @@ Index = NDArray[np.int64]
 Table = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
 INFINITY = 0x7F80  # the exponent of infinities and NaNs
-_LINE = 1 << 11  # values compared at a time; rounded to bf16, they stay in the fastest cache
+_LINE = 1 << 11  # values compared at a time; their bf16 bits fit into the fastest cache
 _CHUNK = 1 << 18  # one call of `_compare` compares about this many values, at most twice as many
 _BATCHES = 16  # calls of `_compare` in one job of a thread
 
@@ -52,7 +52,7 @@ _CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # smallest size in each class but 
 
 
 def count_ulps(patch: Patch) -> NDArray[np.int64]:
-    """Count the changes of a patch in each of `ULP_CLASSES`. Changes of the sign have some 2^15 ULPs."""
+    """Count the changes of a patch in each of `ULP_CLASSES`. A change of the sign has about 2^15 ULPs."""
     distance = np.abs(patch.ulps.view(np.int16).astype(np.int32))
     return np.bincount(np.searchsorted(_CLASS_STARTS, distance, side="right"), minlength=len(ULP_CLASSES))
 
@@ -110,10 +110,8 @@ def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
     found = [*chain.from_iterable(in_order(work, jobs, threads))]
     counts, places, amounts = zip(*found, strict=True)
     of_pieces = np.concatenate(counts, 1)
-    of_tensors = np.stack([np.bincount(pieces[:, 0], row, len(tensors)) for row in of_pieces]).astype(
-        np.int64
-    )
-    return of_tensors, join(places, np.int64), join(amounts, np.uint16)
+    of_tensors = np.stack([np.bincount(pieces[:, 0], row, len(tensors)) for row in of_pieces])
+    return of_tensors.astype(np.int64), join(places, np.int64), join(amounts, np.uint16)
 
 
 def cut(parts: Table, size: int) -> Table:
@@ -197,6 +195,7 @@ def _compare(tensors: Table, pieces: Table, index: Index, ulps: Bits, counts: Ta
 def _scan(old: Bits, new: Bits, first: int, index: Index, ulps: Bits) -> int:
     count = 0
     whole = old.size // LANES * LANES
+    # Bit j of `word` says whether element start + j changed. The last word may stand for fewer elements.
     for start in range(0, old.size, LANES):
         if start < whole:
             word = differs(old, new, start)
@@ -235,5 +234,5 @@ def _merge(a: Index, a_ulps: Bits, b: Index, b_ulps: Bits, index: Index, ulps: B
             change = np.uint16(change + b_ulps[j])
             j += 1
         ulps[count] = change
-        count += change != 0
+        count += change != 0  # a change that cancels is overwritten by the next
     return count

@@ -22,11 +22,11 @@ from delta_weight_sync.codec._patch import Index
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.util import kernel
 
-MAX_K = 40
+MAX_K = 40  # largest k of a Rice code
 # The best Rice parameter k is the smallest with p ** 2**k <= exp(LOG_LIMIT), where p is the probability that
 # an item is no event (Gallager and Van Voorhis, 1975).
 LOG_LIMIT = math.log((math.sqrt(5) - 1) / 2)
-MAX_GOLOMB = 14
+MAX_GOLOMB = 14  # largest k of an Exp-Golomb code
 FAR = 1 << 62  # a run longer than any sequence: no further event follows
 _PART = 4096  # a flipped band is read this many items at a time
 # Rows of a reader's state: bit of the next remainder, bit of the next quotient, bit after the section; k;
@@ -177,7 +177,7 @@ class Section(NamedTuple):
 
 
 def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
-    """Encode bands. `bands[b]`: items before each marked item of band b; `totals[b]`: number of its items."""
+    """Encode bands. `bands[b]`: the run before each marked item of band b; `totals[b]`: number of items."""
     sections, coded = list[Section](), list[Numbers]()
     for runs, total in zip(bands, totals, strict=True):
         flip = 2 * runs.size > total
@@ -197,12 +197,11 @@ def open_runs(
 
     Raises `CodecError` if a section does not fit or begins with a damaged run. `what`: name for messages.
     """
-    words, state = to_words(stream), np.zeros((7, len(sections)), np.int64)
-    at = 0
+    words, state, at = to_words(stream), np.zeros((7, len(sections)), np.int64), 0
     for band, (events, k, flipped, bits) in enumerate(sections):
         if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
             raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
-        # RUN is -1, as if an event preceded item 0. So `walk` over 0 items reads the first event's run.
+        # A RUN of -1 means: item -1 is an event. So `walk` over 0 items reads the first event's run.
         state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)
         if walk(words, state, band, 0, np.empty(1, np.int64)) < 0:
             raise CodecError(f"the section of {what} is damaged")
@@ -232,7 +231,7 @@ def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int
             word = words[number]
         one = (number << 6) + lowest(word)
         zeros = one - quotient
-        if word == 0 or one >= end or zeros >> (60 - k) != 0:
+        if word == 0 or one >= end or zeros >> (60 - k) != 0:  # the last: `zeros << k` is too large
             return -1
         word &= word - np.uint64(1)
         at += 1 + (zeros << k) + take(words, remainder, k)
@@ -245,7 +244,7 @@ def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int
 
 @kernel
 def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
-    """Like `walk`, for a single band; but writes the positions of the marked items, even if it is flipped."""
+    """Like `walk` for a single band, but write the positions of marked items, even if the band is flipped."""
     if not state[FLIPPED, 0]:
         return walk(words, state, 0, numel, index)
     unmarked, found = np.empty(_PART, np.int64), 0

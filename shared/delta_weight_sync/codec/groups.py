@@ -35,7 +35,7 @@ GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many 
 _FEW = 64  # a tensor with fewer changes is coded in mode `gaps` or `bands`, see `encode_jobs`
 _CLUSTERED = 4.0  # try a bitmask if adjacent changes are this many times as frequent as by chance
 _UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
-_BY_BAND = positions.cut(range(1, BANDS))  # exponent e is band e; see `_as_weights`
+_BY_BAND = positions.cut(range(1, BANDS))  # weights of exponent e are in band e; see `_as_weights`
 _ZSTD_LEVEL = 1
 
 
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     """The properties of a mode."""
 
     words: str  # the mode's description
-    rows: tuple[int, int, int, int]  # lengths of `limits`, `gaps`, `large` and `sizes` in a `Group`
+    lengths: tuple[int, int, int, int]  # of `limits`, `gaps`, `large` and `sizes` in a `Group`
     streams: tuple[str, ...]
     reads_old: bool = False  # whether encoding and decoding need the old bits
 
@@ -108,17 +108,17 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
         return Group(mode=mode), _encode_all(mode, patches, old)
     ulps = join([p.ulps for p in patches], np.uint16)
     bands, band_of = 1, np.zeros(ulps.size, np.uint8)
-    rows: dict[str, Any] = {"mode": mode}
+    fields: dict[str, Any] = {"mode": mode}  # of the `Group`
     streams: Streams = {}
     if mode == "bands":
         olds = [old(p.name).reshape(-1) for p in patches]
-        bands, rows["limits"] = BANDS, positions.choose_limits(olds, patches)
-        indices, cut = [p.index for p in patches], positions.cut(rows["limits"])
+        bands, fields["limits"] = BANDS, positions.choose_limits(olds, patches)
+        indices, cut = [p.index for p in patches], positions.cut(fields["limits"])
         runs, elements, band_of = positions.band_runs(olds, indices, cut)
-        rows["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
+        fields["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
     elif mode == "gaps":
         runs, elements = [_flat_runs(patches)], [sum(p.numel for p in patches)]
-        rows["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
+        fields["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
     else:  # one bit per element, tensor after tensor, row-major, lowest bit first
         mask = np.zeros(sum(p.numel for p in patches), np.bool_)
         starts = accumulate((p.numel for p in patches), initial=0)
@@ -126,7 +126,7 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
             mask[start + patch.index] = True
         streams["mask"] = _pack(np.packbits(mask, bitorder="little"))
     values, value_streams = _encode_values(ulps, band_of, bands)
-    return Group.model_validate(rows | values), streams | value_streams
+    return Group.model_validate(fields | values), streams | value_streams
 
 
 def decode_group(
@@ -137,7 +137,7 @@ def decode_group(
     `counts`, int64 [2, n]: number of elements and number of changes of each tensor. `olds`: from `read_old`.
     """
     lengths = tuple(len(each) for each in (group.limits, group.gaps, group.large, group.sizes))
-    if lengths != (expected := LAYOUTS[group.mode].rows):  # the kernels rely on these lengths
+    if lengths != (expected := LAYOUTS[group.mode].lengths):  # the kernels rely on these lengths
         raise CodecError(f"the lists of a group of mode {group.mode} have {lengths} items, not {expected}")
     total, changes = counts.sum(1).tolist()
     if group.mode in ("dense", "raw"):
@@ -225,7 +225,7 @@ def _move(index: Index, numels: Index, changes: Index) -> int:
 
 def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any], Streams]:
     """Code `ulps` [n], of changes in the bands `band_of` [n]. Return fields of `Group`, and the streams."""
-    # Here the items of a band are changes, and the large changes are marked.
+    # Coded like positions, but the items are changes: a run counts the small changes before a large change.
     at = np.flatnonzero((ulps != _UP) & (ulps != _DOWN))
     if bands > 1:
         runs, changes, _ = positions.band_runs([_as_weights(band_of)], [at], _BY_BAND)
@@ -244,7 +244,6 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
 
 
 def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
-    """Return the ULPs of all changes, given their bands."""
     if streams["signs"].size != (band_of.size + 7) // 8:
         raise CodecError(f"{streams['signs'].size} bytes of signs for {band_of.size} changes")
     sizes, at = np.zeros((3, len(group.sizes)), np.int64), 0  # rows: next bit, end, k
@@ -289,7 +288,7 @@ def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) 
 
 
 def _flat_runs(patches: Sequence[Patch]) -> Index:
-    """int64 [n]: the number of unchanged elements before each change of a group."""
+    """int64 [n]: for each change of a group, the number of unchanged elements since the previous change."""
     out = np.empty(sum(p.index.size for p in patches), np.int64)
     carried, first = 0, 0
     for patch in patches:
@@ -354,7 +353,7 @@ def _other_modes(patch: Patch) -> list[Mode]:
 def read_old(mode: Mode, names: Iterable[str], old: Old) -> dict[str, Bits]:
     """Return the old bits that `mode` needs, read in the order of `names`.
 
-    Call this in the caller's thread, not in a thread of `in_order`: `old` may take a lock, or exchange bits
-    with vLLM's other workers, which must all ask for the tensors in the same order.
+    Do not call this in a thread of `in_order`. The argument `old` may take a lock. It may also exchange bits
+    with vLLM's other workers, and all workers must ask for the tensors in the same order.
     """
     return {name: old(name) for name in names} if LAYOUTS[mode].reads_old else {}

@@ -1,12 +1,12 @@
 """Encodes the positions of changes as runs: the number of unchanged weights before each change.
 
-With one band, a run counts all weights since the last change. With eight bands, each a range of exponents, a
-run counts only weights of the same band, so a reader needs the old weights. Eight bands take fewer bytes,
-because the rates of changes, and of large changes (more than one ULP), differ by band.
+All weights are one band, or the weights are split into eight bands, each a range of exponents. A run counts
+only weights of the same band. So with eight bands, a reader needs the old weights. Eight bands take fewer
+bytes, because the bands differ in their rates of changes, and of large changes (more than one ULP).
 
-Writer and reader both sort a chunk of weights into bands. A weight's *rank* is the number of weights of the
-same band that precede the weight in the chunk. The writer finds the rank of each change, and the reader finds
-the position that belongs to each rank.
+Writer and reader of eight bands both sort a chunk of weights into bands. A weight's *rank* is the number of
+weights of the same band that precede the weight in the chunk. The writer finds the rank of each change, and
+the reader finds the position that belongs to each rank.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ Band = NDArray[np.uint8]
 Floats = NDArray[np.float64]
 Cut = tuple[NDArray[np.int8], Band]
 Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
-_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # about this many of a group are sampled
+_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # `choose_limits` samples about this many of a group
 _BLOCKS = 64  # blocks in a chunk; `at_most` compares this many numbers
 _CHUNK = _BLOCKS * LANES
 _NONE = 1e-6  # used instead of 0 events, which would cause a division by 0
 _ALL = np.uint64((1 << 64) - 1)
-_AHEAD = 2  # at least this many positions are written per block, even if fewer are needed
+_AHEAD = 2  # see `_list`
 _NEVER = np.int16(0x7FFF)  # above every rank in a chunk
 
 
@@ -70,6 +70,7 @@ def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
 @kernel
 def _bits(bands: Floats) -> Floats:
     """Return each band's expected bits. `bands`, [3, n]: numbers of weights, changes and large changes."""
+    # Two sections per band (see `bits`): changes among the weights, and large changes among the changes.
     items, marked = bands[:2], bands[1:]
     events = np.minimum(marked, items - marked)
     other = 1 - np.maximum(events, _NONE) / np.maximum(items, 1)  # the probability that an item is no event
@@ -80,7 +81,6 @@ def _bits(bands: Floats) -> Floats:
 
 @kernel
 def _exponent(bits: np.uint16) -> np.uint16:
-    """The biased exponent of one weight."""
     return (bits >> np.uint16(7)) & np.uint16(0xFF)
 
 
@@ -132,15 +132,15 @@ def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
 
 @kernel
 def band_walk(words: Words, state: State, old: Bits, cut: Cut, index: Index, band_of: Band) -> int:
-    """Like `bits.walk`, for the eight bands of `old` [numel]; writes each change's band to `band_of` [n]."""
+    """Like `bits.walk`, for the eight bands of `old` [numel]. Writes each change's band to `band_of` [n]."""
     chunk, ranks, marked = _empty_chunk(), np.empty(_CHUNK, np.int64), np.empty(_BLOCKS, np.uint64)
     found = 0
     for start in range(0, old.size, _CHUNK):
         _sort(old[start : start + _CHUNK], cut[0], chunk)
         if not _mark(words, state, chunk, ranks, marked):
             return -1
-        listed, found = found, _list(marked, start, index, found)
-        for j in range(listed, found):
+        first, found = found, _list(marked, start, index, found)
+        for j in range(first, found):
             band_of[j] = cut[1][_exponent(old[index[j]])]
         if found < 0:
             return -1
@@ -200,7 +200,7 @@ def _band_runs(
             lower = (np.uint64(1) << np.uint64(place % LANES)) - np.uint64(1)
             rank = before[band, block] + ones(masks[block, band] & lower)
             runs[at], band_of[at] = carried[band] + rank, band
-            carried[band] = -1 - rank  # as if the chunk began after this change
+            carried[band] = -1 - rank  # plus a later rank, this gives the weights between
             at += 1
         for band in range(BANDS):
             carried[band] += totals[band]
@@ -227,13 +227,15 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
 
 @kernel
 def _list(marked: Words, first: int, index: Index, found: int) -> int:
-    """Append the positions of a chunk's `marked` weights to `index`. Return their new number; -1: full."""
+    """Append the positions of `marked` weights to `index`. Return the new `found`; -1 if `index` is full."""
     for block in range(_BLOCKS):
         word, end = marked[block], found + ones(marked[block])
         if end > index.size:
             return -1
         start = first + block * LANES
-        if found + _AHEAD <= index.size:  # no branch on the number of changes: the CPU would mispredict
+        # Always write `_AHEAD` positions, because the CPU would mispredict a branch on the number of changes.
+        # If the block has fewer changes, the next block overwrites the surplus.
+        if found + _AHEAD <= index.size:
             for j in range(_AHEAD):
                 index[found + j] = start + lowest(word)
                 word &= word - np.uint64(1)

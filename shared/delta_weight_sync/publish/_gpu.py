@@ -1,13 +1,14 @@
 """Finds the changes of all parameters on one GPU, in a few launches. The host waits at most three times.
 
-A tile is the part of a digest block (4096 elements) that lies in one contiguous stretch of a parameter. Each
-program of the kernels `find` and `keep` handles one tile. Kernels get addresses, so a mirror may also be in
-pinned host memory, which the GPU reads over the bus. `find` writes two tables:
+A rank may hold several contiguous stretches of a parameter. A tile is the part of a digest block (4096
+elements) that lies in one of these stretches. Each program of the kernels `find` and `keep` handles one tile.
+Kernels get addresses, so a mirror may also be in pinned host memory, which the GPU reads over the bus. `find`
+writes two tables:
 
     book    int64 [66 + tiles]. [0]: number of changes. [1]: number of changes to NaN or infinity. [2:66]:
             64 numbers whose sum is the change of the digest. [66 + tile]: `place * 8192 + count`; the tile's
             `count` changes begin at `found[place]`.
-    found   int32 [capacity]: `position in the tile << 16 | ulps`, in ascending order within each tile
+    found   int32 [capacity]: `position in the digest block << 16 | ulps`, in ascending order within each tile
 """
 
 import functools
@@ -30,7 +31,7 @@ from delta_weight_sync.util import in_parts, kernel
 
 COUNTS = 8192  # the factor of `place` in `book`; a tile has fewer changes
 TILE = tl.constexpr(BLOCK)
-COLUMNS = tl.constexpr(6)  # of `entries`: addresses of parameter and mirror, start, stop, seed, first tile
+COLUMNS = tl.constexpr(6)  # of `entries`: the five that `_entries` describes, then the first tile's number
 _CELLS = tl.constexpr(64)  # cells of `book` for the digest: many, so that atomic additions rarely collide
 TOTALS = tl.constexpr(2 + _CELLS.value)  # cells of `book` before those of the tiles
 _COUNTS = tl.constexpr(COUNTS)
@@ -53,7 +54,8 @@ def _bf16(values: tl.tensor, nan: tl.tensor) -> tl.tensor:
 def _read(
     base: tl.tensor, first: tl.tensor, inside: tl.tensor, kind: tl.constexpr, whole: tl.constexpr
 ) -> tl.tensor:
-    """Read a tile; 0 in lanes not `inside`. `base`: address of element 0. `whole`: a full, aligned tile."""
+    """Read a digest block that begins at element `first`. Lanes that are not `inside` the tile are 0.
+    `base`: address of the parameter's element 0. `whole`: the tile is a whole block, and aligned."""
     memory = base.to(tl.pointer_type(kind)) + first
     if whole:
         values = tl.load(tl.multiple_of(memory, 16) + tl.arange(0, TILE))
@@ -76,7 +78,7 @@ def find(
     whole: tl.constexpr,
 ) -> None:
     """Compare the tiles `which` with the mirror. Changes for which `found` has no room are only counted.
-    `kind`: the parameters' type, int16 for bf16. `nans`: int16 [1], the bits of a NaN after torch's cast."""
+    `kind`: the parameters' type, int16 for bf16. `nans`: int16 [1], the bits of a NaN that torch has cast."""
     tile = tl.load(which + tl.program_id(0))
     entry = entries + tl.load(row_of + tile).to(tl.int64) * COLUMNS
     start, stop = tl.load(entry + 2), tl.load(entry + 3)
@@ -146,7 +148,7 @@ def unpack(notes: Index, found: NDArray[np.int32], blocks: Index, index: Index, 
 
 @kernel
 def _unpack_tile(found: NDArray[np.int32], first: int, index: Index, ulps: Bits) -> None:
-    # A function of its own, so that the loop indexes slices from 0: such a loop is vectorized.
+    # This is a separate function, so that the loop indexes slices from 0: LLVM vectorizes such a loop.
     for j in range(found.size):
         index[j] = first + (found[j] >> 16)
         ulps[j] = found[j] & 0xFFFF
@@ -192,13 +194,15 @@ class _Tiles:
 
 
 def _entries(part: Part, mirror: torch.Tensor) -> Index:
-    """Return rows of `entries`, int64 [n, 5]: addresses of element 0 in tensor and mirror, start, stop, seed.
+    """Return five columns of `entries`, int64 [n, 5]: addresses of element 0 in parameter and mirror, start,
+    stop, seed.
 
     There is one row for each contiguous stretch of the parameter that this rank holds. The mirror holds the
     whole parameter; the part's tensor holds only these stretches, one after the other.
     """
     starts, length = part.block.stretches()
-    # Stretch k begins at element `length * k` of the tensor. Element 0 would be `starts[k]` elements earlier.
+    # Stretch k begins at element `length * k` of the tensor. The parameter's element 0 would be `starts[k]`
+    # elements earlier. This address may be outside of the tensor, but kernels read only from `start` on.
     before = length * np.arange(len(starts)) - starts
     rows = np.empty((len(starts), 5), np.int64)
     rows[:, 0] = part.tensor.data_ptr() + before * part.tensor.element_size()
@@ -283,13 +287,11 @@ class DeviceDiff:
             launch(add, -(-index.size // BLOCK), addresses, there, old, index.size)
             was = read(old).numpy().view(np.uint16)
         parts = np.split(was, np.cumsum([p.index.size for p in patches])[:-1])
-        return sum(
-            change_digest(p.name, p.index, bits, bits + p.ulps)
-            for p, bits in zip(patches, parts, strict=True)
-        )
+        pairs = zip(patches, parts, strict=True)
+        return sum(change_digest(p.name, p.index, bits, bits + p.ulps) for p, bits in pairs)
 
     def _table(self, parts: Sequence[Part], mirrors: Mirrors) -> _Tiles:
-        """Return the table of the last sync if each tensor is where it was, else a new table."""
+        """Return the last sync's table. Make a new table if an address, a block or a dtype has changed."""
         key: Key = [
             (p.name, p.block, p.tensor.dtype, p.tensor.data_ptr(), mirrors[p.name].data_ptr()) for p in parts
         ]
@@ -299,6 +301,7 @@ class DeviceDiff:
         return table
 
     def _compare(self, tiles: _Tiles) -> tuple[torch.Tensor, torch.Tensor, Index]:
+        """Return `book` and `found` on the device, and the cells of `book` on the host."""
         book = torch.zeros(TOTALS.value + tiles.count, dtype=torch.int64, device=self._device)
         found = torch.empty(tiles.room, dtype=torch.int32, device=self._device)
         for dtype, whole, which in tiles.launches:

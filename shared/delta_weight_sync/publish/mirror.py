@@ -152,7 +152,7 @@ class Mirror:
         if self._finite and ((bits & codec.INFINITY) == codec.INFINITY).any():
             raise CodecError(
                 f"{name} has weights that are NaN or infinite, so nothing was published: lower the learning"
-                " rate or clip gradients, and resume; to publish them, set allow_nonfinite=True"
+                " rate or clip gradients, and resume; to publish such weights, set allow_nonfinite=True"
             )
 
     def keep(self, found: Found) -> None:
@@ -173,8 +173,8 @@ class Mirror:
         for patch in filter(lambda patch: patch.index.size, patches):
             bits = self._bits[patch.name]
             (on_device.setdefault(bits.device, []) if bits.is_cuda else on_host).append(patch)
-        numbers = np.cumsum([patch.index.size for patch in on_host]) // _TAKEN
-        batches = groupby(zip(numbers.tolist(), on_host, strict=True), key=itemgetter(0))
+        batch_of = np.cumsum([patch.index.size for patch in on_host]) // _TAKEN
+        batches = groupby(zip(batch_of.tolist(), on_host, strict=True), key=itemgetter(0))
         parts = ([patch for _, patch in batch] for _, batch in batches)
         self.digest += sum(util.in_order(self._take, parts, _threads()))
         for device, some in on_device.items():
@@ -218,7 +218,7 @@ class Mirror:
 class Search:
     """Collects parts, of any float dtype, and finds their changes.
 
-    `found` compares all waiting parts together. `add` does so if the copies among these parts exceed 1 GB.
+    `found` compares all waiting parts together. `add` calls `found` if the copies among them exceed 1 GB.
     """
 
     def __init__(self, mirror: Mirror) -> None:

@@ -3,7 +3,8 @@
 Version 0 is published whole, as an anchor. If a trainer starts and finds the newest version damaged, the next
 version is published whole, too. The trainer waits until such an anchor is uploaded. For other versions, the
 trainer waits only for the diff. A background thread then encodes and uploads, and tries again if the bucket
-fails. Meanwhile later syncs are merged into one pending update. At all times
+fails. Meanwhile later syncs are merged into one pending update. (Only after `pin`, there may be several: the
+outbox merges no later sync into a pinned one.) At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
@@ -59,13 +60,14 @@ class RepeatedSyncs:
     The bucket has the weights of these syncs, so they are not published again."""
 
     def __init__(self, published: Mapping[int, str]) -> None:
-        """`published`: sync -> digest, for each version that an exact repetition makes again."""
+        """`published`: sync -> digest of each version that the trainer makes again if it repeats exactly."""
         self._published = published
-        self.newest = min(published, default=0)  # the newest sync that was repeated exactly
+        # The newest sync that was repeated exactly. Before the first repetition, the oldest in `published`.
+        self.newest = min(published, default=0)
 
     def holds_back(self, sync: int, digest: str) -> bool:
-        """Whether the bucket has this sync, perhaps merged into a later one. After a sync with another digest
-        than published, always False."""
+        """Whether the bucket has this sync, perhaps merged into a later one. Once a sync had another digest
+        than published, the answer is always False."""
         if sync > max(self._published, default=-1) or self._published.get(sync, digest) != digest:
             self._published = {}
             return False
@@ -157,7 +159,8 @@ class Outbox:
         return self.owners.of(name, shape) == self._peers.rank
 
     def publish(self, weights: Weights, sync: int, *, first: bool = False) -> None:
-        """Like `Publisher.publish`. `weights` come from `gathered`, with the same `first`."""
+        """Like `Publisher.publish`. `first`: whether this is the trainer's first sync. `weights` must come
+        from `gathered` with the same `first`."""
         self._raise_failure()
         try:
             if self.shapes:
@@ -213,7 +216,7 @@ class Outbox:
 
     def pin(self) -> bool:
         """Merge no later sync into the last one, so that a version will have exactly the last sync's weights.
-        Return False if the last sync is held back: the bucket has it, but not as the newest version."""
+        Return False if none will come: the last sync is held back, but is not the newest version."""
         with self._changed:
             digest, newest = self.digest, self._writer.newest
             there = newest and newest.digest == digest and self._idle()
@@ -237,9 +240,8 @@ class Outbox:
             try:
                 found = self._writer.reader.checkout(newest, folder)
             except (errors.ProtocolError, errors.CodecError, errors.ObjectMissingError, SafetensorError) as e:
-                _log.warning(
-                    "the newest version cannot be rebuilt, so the next sync uploads all weights: %s", e
-                )
+                damaged = "the newest version cannot be rebuilt, so the next sync uploads all weights: %s"
+                _log.warning(damaged, e)
         self._spread(found.items())
         shutil.rmtree(folder, ignore_errors=True)
         if self.shapes:
@@ -288,6 +290,7 @@ class Outbox:
         started, created_at = time.perf_counter(), time.time()
         names, by_name = list[str](), dict[str, list[Patch]]()
         # Compare without the lock: the comparison waits until the GPU has finished all work queued before.
+        # `own` finds changes of the tensors that this rank owns, `others` of this rank's blocks of the rest.
         own, others = self.mirror.search(), self._shards.mirror.search()
         for name, tensor in weights:
             self.require_same(name, tensor.shape)
@@ -295,7 +298,7 @@ class Outbox:
             if self.owners[name] == self._peers.rank:
                 if block := own_block(tensor, owner=True):
                     own.add(held_part(name, tensor, block))
-            elif first:
+            elif first:  # there is nothing to compare with yet: the owner compares the whole tensor
                 self._shards.begin(name, tensor)
             elif part := self._shards.part(name, tensor):
                 others.add(part)
@@ -332,8 +335,8 @@ class Outbox:
     def _publish_first(self, weights: Weights, sync: int) -> None:
         """Publish a version as an anchor from the weights of all ranks.
 
-        If the run has versions, its newest version is damaged. So the later syncs are published, too, even
-        those that repeat published ones.
+        The run has no version, or its newest version is damaged. In the second case, all later syncs must be
+        published, even those that repeat published syncs. So no sync is held back from now on.
         """
         started, created_at = time.perf_counter(), time.time()
         self.repeated = RepeatedSyncs({})
@@ -354,7 +357,7 @@ class Outbox:
         if self._untrained:
             self._spread(self._untrained(self.shapes, self.mirror.shapes, self.mirror.bits))
         else:
-            self._spread(())
+            self._spread(())  # all ranks must call this, to receive what rank 0 sends
         self._lay_out()
         self.digest = to_hex(sum(self._peers.exchange(self.mirror.digest)))
         own = to_hex(self.mirror.digest)
@@ -376,7 +379,8 @@ class Outbox:
                 self._changed.wait_for(
                     lambda: self._closed or (self._updates and not self._held and not self._failure)
                 )
-                # Rank 0 takes its update first. From then on, no rank merges syncs into it (see `_add`).
+                # Rank 0 takes its update here; the other ranks do so below, after they have met rank 0. In
+                # between, no rank merges a sync into this update, because rank 0 decides that (see `_add`).
                 job = self._updates.pop(0) if self._peers.main and not self._closed else None
                 self._busy = True
             try:

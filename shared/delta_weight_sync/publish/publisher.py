@@ -35,7 +35,8 @@ __all__ = ["Publisher", "PublisherOptions", "checkpoint_weights"]
 DEFAULT_RUN = "main"
 Model = Weights | Mapping[str, torch.Tensor]
 _TIMEOUT_S = 600.0
-_WRAPPER = "_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"  # of torch.compile, FSDP and others
+# torch.compile, FSDP and activation checkpointing insert these parts into the names of parameters.
+_WRAPPER = "_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
 _PREFIX = re.compile(rf"^(?:(?:module|{_WRAPPER})\.)+|(?<=\.)(?:{_WRAPPER})\.")
 _log = logging.getLogger("delta_weight_sync")
 
@@ -122,6 +123,7 @@ class Publisher:
         # If this body fails on any rank, `stack` closes what `_open` and the body have opened on this rank.
         with contextlib.ExitStack() as stack, self._peers.fail_together():
             stack.push(self._resources.pop_all())
+            # Rank 0 sends all ranks its identity as a writer, and the newest manifest.
             opened = self._peers.exchange(self._writer and (self._writer.writer, self._writer.newest))[0]
             if not self._writer:
                 (place, run), (_, trusted) = split_run(url), writer_keys(options.get("signing_key"))
@@ -140,9 +142,9 @@ class Publisher:
             )
             stack.enter_context(contextlib.closing(self._outbox))
             self._resources = stack.pop_all()
-        # A process group of its own, because the thread that uploads states must not share collectives.
-        others, every_s = Peers(alone=self._peers.size == 1), 60 * options.get("state_minutes", 5.0)
-        self._saver = StateSaver(self.reader, others, self._outbox, self._writer, every_s)
+        # The thread that uploads states gets its own process group: threads must not share collectives.
+        state_peers, every_s = Peers(alone=self._peers.size == 1), 60 * options.get("state_minutes", 5.0)
+        self._saver = StateSaver(self.reader, state_peers, self._outbox, self._writer, every_s)
 
     @property
     def is_main(self) -> bool:
@@ -170,8 +172,8 @@ class Publisher:
         """
         with self._peers.fail_together():
             if self._outbox.version is not None:
-                # If the newest version could not be rebuilt, there is nothing to compare with. Then the first
-                # `publish` uploads a whole version: of the weights that a resumed trainer has restored.
+                # If the newest version could not be rebuilt, `shapes` is empty, and nothing is compared. The
+                # first `publish` then uploads all weights. A resumed trainer has restored them by that time.
                 for name, tensor in checkpoint_weights(weights) if self._outbox.shapes else ():
                     self._outbox.require_same(name, tensor.shape)
                 return
@@ -222,7 +224,7 @@ class Publisher:
         are not published again. The first sync that differs is published. Every rank reads the bucket.
 
         Raises:
-            StateError: The run has versions after 0 but no state.
+            StateError: The run has versions after version 0 but no state.
         """
         folder = self._resources.enter_context(Scratch())
         self._found = find_state(self.reader, self._outbox, self._peers, folder)
@@ -329,7 +331,7 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Flush, unless an exception ended the block, and close. Of several errors, the first is raised."""
+        """Flush, if the block succeeded and called `publish`. Then close. Raises the first of all errors."""
         try:
             if kind is None and self._begun:
                 self.flush()
@@ -357,7 +359,7 @@ class Publisher:
             yield name, tensor
 
     def _open(self, url: str, base: str | Path | None, options: PublisherOptions) -> Untrained | None:
-        """Open the run for writing, on rank 0. Returns the source of weights that are not trained."""
+        """Open the run for writing, on rank 0. Returns `Base.untrained`, or None without `base`."""
         (place, named), key = split_run(url), options.get("signing_key")
         signing, trusted = writer_keys(key)
         start = Base(base) if base is not None else None

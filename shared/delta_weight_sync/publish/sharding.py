@@ -3,8 +3,9 @@
 Under FSDP2, each rank holds a block of each parameter (a `DTensor`). Once per sync, the rank finds the
 changes in its block and sends them to the tensor's owner. The owner mirrors the whole tensor, and encodes and
 uploads the tensor's changes. To find changes, every rank also mirrors its blocks of tensors that others own.
-An owner gets whole tensors, one at a time, in two cases: at the start and at the first sync, before the other
-ranks mirror their blocks; and at every sync, tensors whose placements are not a plain block (see `is_block`).
+The ranks begin these mirrors at the first sync. So at the start and at the first sync, an owner gets its
+tensors whole, one at a time. If a tensor's placements are not a plain block (see `is_block`), its owner gets
+it whole at every sync.
 
 All ranks call the methods here in the same order. If one rank fails, all stop with that rank's message.
 """
@@ -35,7 +36,7 @@ from delta_weight_sync.records import MAX_PARTS
 from delta_weight_sync.util import swap
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-# Long, because a rank may wait until another rank has uploaded, or until rank 0 sees a Space that serves.
+# Long, because a rank may wait until another rank has uploaded, or until rank 0 has found a ready replica.
 _TIMEOUT = datetime.timedelta(hours=2)
 
 
@@ -148,7 +149,7 @@ def gathered(
         else:
             full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
             if own and tensor.dtype != torch.bfloat16 and not full.is_cuda:
-                full.masked_fill_(full.isnan(), torch.nan)  # as in `to_bits`; torch's cast may differ
+                full.masked_fill_(full.isnan(), torch.nan)  # as `to_bits` casts NaN; torch's bits may differ
             yield name, full if own else tensor
 
 
@@ -188,8 +189,7 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            told = f"another process of the trainer has ended: see its own log ({error})"
-            self._ended = PeerError(told)
+            self._ended = PeerError(f"another process of the trainer has ended: see its own log ({error})")
             raise self._ended from error
 
     def exchange(self, message: Any, failure: str = "") -> list[Any]:
@@ -228,7 +228,7 @@ class Peers:
         for patch in patches:
             outgoing[owners[patch.name]].append(patch)
         large = any(math.prod(shape) > 1 << 31 for shape in shapes.values())
-        kind = np.int64 if large else np.int32  # of positions; small, because changes may take gigabytes
+        kind = np.int64 if large else np.int32  # dtype of positions; small, because they may take gigabytes
         sent = (replace(one, index=one.index.astype(kind)) for one in map(Decoded.of, outgoing))
         packed = [np.frombuffer(pickle.dumps(one, pickle.HIGHEST_PROTOCOL), np.uint8) for one in sent]
         sizes = [size[self.rank] for size in self.exchange([data.size for data in packed])]

@@ -38,11 +38,11 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 class _Start:
-    """The version where the next jump begins (of one stride, 8 or 64): the weights of this version on disk,
-    or the merged patches since this version in memory."""
+    """The version where the next jump of one stride (8 or 64) begins. For the jump, this object keeps either
+    the version's weights on disk, or the merged patches since the version in memory."""
 
     def __init__(self, stride: int, path: Path) -> None:
-        self.stride, self.version = stride, -1
+        self.stride, self.version = stride, -1  # -1: call `begin`
         self._path, self._in_memory = path, stride == min(STRIDES)
         self._patches: list[Patch] | None = None
 
@@ -58,7 +58,7 @@ class _Start:
         return version % self.stride == 0 and version - self.version >= self.stride // 2
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
-        """Add a version's patches (None: they are in a file), before they are applied to `newest`."""
+        """Add the next version's patches (None: they are in a file). `newest` must not have them yet."""
         if (earlier := self._patches) is None:
             return
         if patches is not None:
@@ -137,10 +137,9 @@ class Shortcuts:
         if self.lost and manifest.version % _RESTART_EVERY == 0 and self.idle(0):
             try:
                 write(self.path)
+                self.restart(manifest.version)
             except OSError as error:
                 self._complain(error)
-            else:
-                self.restart(manifest.version)
             return
         with self._changed:
             if self.lost or self._closed:
@@ -219,9 +218,8 @@ class Shortcuts:
         if patches is None:
             apply_delta(bits, version.file)
         self._version = number
-        due = [start for start in self._starts if start.jump_is_due(number)]
-        if len(self._published) > _BEHIND:
-            due = []
+        keeps_up = len(self._published) <= _BEHIND
+        due = [start for start in self._starts if keeps_up and start.jump_is_due(number)]
         anchor = self._make(version, due, bits) if due or version.anchor or self._unsent else None
         if isinstance(self._writer, RunWriter):
             self._writer.look_for_damage()
@@ -263,7 +261,8 @@ class Shortcuts:
         return base, version, data, sum(sizes)
 
     def _prune(self, newest: Manifest) -> None:
-        """Prune until there is room for an anchor and twice the bytes added between the last two prunings."""
+        """Prune the run as `keep` says. Of the size that `keep` allows, leave free the bytes of an anchor
+        and twice the bytes that were added between the last two prunings."""
         if self._pruner is None:
             return
         room = newest.full_bytes + 2 * self._came

@@ -185,8 +185,9 @@ class RunWriter(PartWriter):
         return False
 
     def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
-        """Store this rank's weight files of an anchor. Return their references and those of the small files,
-        which are stored with this writer's first anchor and after damage, but never without the base."""
+        """Store this rank's weight files of an anchor. Return their references and those of the small files.
+        This writer stores the small files with its first anchor, and again after damage. A writer without
+        `assets` cannot store small files, and names those of the newest anchor."""
         weights = super().put_weights(version, paths)
         if self.assets and (self._damaged or not self._asset_refs):
             files = [path for path in sorted(self.assets.iterdir()) if path.is_file()]
@@ -215,7 +216,7 @@ class RunWriter(PartWriter):
             found = sorted(self._parts[base, version].items())
             if len(found) < len(stored):
                 if self.newest and version < self.newest.version - 2 * max(STRIDES):
-                    del self._parts[base, version]  # a rank that was behind made another jump instead
+                    del self._parts[base, version]  # a rank was behind, and never made this part
                 continue
             del self._parts[base, version]
             if (base, version) == (None, self.ordered):
@@ -309,7 +310,6 @@ class RunWriter(PartWriter):
             )
 
     def _head(self, newest: Manifest | None) -> tuple[str, bytes]:
-        """Key and content of this writer's HEAD."""
         head = Head(
             run=self.keys.run,
             born=newest.born if newest else self._started,

@@ -70,8 +70,8 @@ class StateSaver:
         self.failure: Exception | None = None  # why the newest upload failed
 
     def ready(self, *, final: bool) -> bool:
-        """Whether a snapshot may be saved now. The last upload must have ended. Its start must also be at
-        least `every_s` seconds and ten times its duration ago, except if `final` is set or `every_s` is 0."""
+        """Whether a snapshot may be saved now. The last upload must have ended. If `every_s` is not 0, and
+        not `final`, its start must be at least `every_s` seconds ago, and at least ten times its duration."""
         return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
@@ -143,8 +143,8 @@ class FoundState:
         for rank in range(peers.rank, size, peers.size):
             self._file(rank)
         self._own = peers.rank if peers.rank < size else 0  # the saved rank that gives the random numbers
-        # `_fill` reads the objects in this order. `restore` has read the first two; only rank 0 saved the
-        # unsharded tensors. The next ranks are those that probably saved the blocks that this rank needs.
+        # `_fill` reads the objects in this order. `restore` has opened the first two already. Only rank 0
+        # saved unsharded tensors. The next ranks probably saved this rank's blocks, likeliest ranks first.
         middle = (peers.rank + 0.5) * size / peers.size
         others = sorted(range(size), key=lambda rank: abs(rank + 0.5 - middle))
         self._nearest = [self._own, 0, *others]
@@ -239,9 +239,11 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
-    """Return sync -> digest of each sync that an exact repetition from `record` on makes again. `later`:
-    the versions after `record`, newest first. A version is left out if a later version has the same sync or
-    an earlier sync, because the later version then shows that a trainer resumed before the left-out one."""
+    """Return sync -> digest of each sync that an exact repetition from `record` on makes again.
+
+    `later`: the versions after `record`, newest first. A version is left out if a later version has the same
+    sync or an earlier one: a trainer then resumed from a state before the version, and did not repeat it. For
+    example, if the syncs of `later` are 8, 6, 7, 6 (newest first), the last two versions are left out."""
     line: list[Manifest] = []
     for manifest in later:
         if not line or manifest.sync < line[-1].sync:

@@ -135,8 +135,8 @@ def take_random_state() -> dict[str, Any]:
 def put_random_state(saved: Mapping[str, Any], branch: int = 0) -> None:
     """Continue the random numbers from where `take_random_state` was called.
 
-    A rank that takes another rank's numbers has a `branch` that is not 0. Its seed is the next random number
-    plus `branch`, so that all ranks have different numbers.
+    If more ranks resume than saved, each additional rank takes the numbers of rank 0, with a `branch` that is
+    not 0. Its new seed is the next random number plus `branch`, so that all ranks have different numbers.
     """
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -184,7 +184,7 @@ def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dic
 def _require_plain(entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         fits = tensor.shape == parameter.shape and not any(p.is_partial() for p in tensor.placements)
-    else:  # only the main rank saves a plain tensor, so all ranks must have the same one
+    else:  # only the main rank saves it; if the parameter is sharded, only a scalar is the same on all ranks
         fits = not isinstance(parameter, DTensor) or not tensor.dim()
     known = type(tensor) in (torch.Tensor, torch.nn.Parameter, DTensor) and str(tensor.dtype) in _DTYPES
     if not (known and fits):

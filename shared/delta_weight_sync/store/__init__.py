@@ -25,7 +25,7 @@ from delta_weight_sync.store.notifications import Notifications
 __all__ = ["Bucket", "Listing", "ObjectInfo", "open_bucket"]
 
 SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
-DIRECT: Final = 16 << 20  # bytes of the largest object that is read from the Hub by its URL
+DIRECT: Final = 16 << 20  # downloads of at most this many bytes use the Hub's URLs; larger ones use Xet
 _PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII without space, "/" and backslash; a dot cannot come first
 _KEY = re.compile(f"{_PART}(/{_PART})*")
 
@@ -188,7 +188,8 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
             this call makes no request, and a missing bucket is an error at its first use.
 
     Raises:
-        BucketError: The URL has another form, creating the bucket fails, or boto3 is needed but missing.
+        BucketError: The URL has another form, creating the bucket fails, or S3's keys are in an AWS profile
+            but boto3, which reads profiles, is not installed.
         MissingExtraError: The packages for s3:// URLs are not installed.
     """
     # Import only what the store needs: other stores' libraries may be missing.

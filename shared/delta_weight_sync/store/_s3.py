@@ -2,8 +2,8 @@
 
 Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
 AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. If these hold no keys, boto3 reads your profile in
-`~/.aws/credentials`; without this file, the machine's role is used. The answer to a put proves that the
-object is there. Decision 0008 says why obstore is used, and why no conditional puts are used.
+`~/.aws/credentials`; without this file, the machine's role is used. The store must show each put immediately,
+as AWS does, so no request checks a put. Decision 0008 explains obstore and the lack of conditional puts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class S3Bucket(store.Bucket):
                 urlopen(Request(url, data, method="PUT"), timeout=30).close()
 
     def put_all(self, objects: store.Objects, receipts: Mapping[str, str] | None = None) -> None:
-        """As in `Bucket`; all objects but the last one are stored in parallel."""
+        """As in `Bucket`: stores all objects but the last one in parallel, and then the last one."""
         with ThreadPoolExecutor(_PARTS) as pool:
             list(pool.map(lambda each: self.put(*each), objects[:-1]))
         super().put_all(objects[-1:])
@@ -87,7 +87,7 @@ class S3Bucket(store.Bucket):
 
     def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
         folder = self._root + prefix
-        # Some tools create an object named "runs/demo/". obstore lists this object as "runs/demo".
+        # Some tools create an object "runs/demo/". obstore lists it as "runs/demo", which is left out here.
         found = (one for page in self._store.list(folder) for one in page)
         return (self._info(one) for one in found if one["path"].startswith(folder))
 

@@ -61,13 +61,12 @@ XET_SETTINGS = {
     "HF_XET_CLIENT_RETRY_MAX_DURATION": "16s",
     "HF_XET_TELEMETRY_ENABLED": "false",
 }
-
 _READS: Final = 3  # attempts to read an object by its URL, if connections break within the body
-
 CONNECT_S: Final = 10.0  # seconds to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
-STEADY_S: Final = 60.0  # after a feed that lasted this long, reconnect within a second
-FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles with each further one
+STEADY_S: Final = 60.0  # after a connection that lasted this long, reconnect within a second
+# Pause after the first shorter connection; each further one doubles the pause, up to the longest.
+FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
 _quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what the Hub says of the token's quota
@@ -158,7 +157,7 @@ class HubBucket(store.Bucket):
                 self._api.create_bucket(self._id, private=True, exist_ok=True)
 
     def upload(self, key: str, data: bytes) -> str:
-        """As in `Bucket`. The receipt is the Xet hash; without `put_all`, the Hub forgets the content."""
+        """As in `Bucket`. The receipt is the Xet hash. If no `put_all` follows, the Hub forgets the data."""
         store.check_key(key)
         self.sent += len(data)
         return self._upload([(key, data)])[key]
@@ -219,7 +218,7 @@ class HubBucket(store.Bucket):
     def fetch_together(self, wanted: Sequence[tuple[str, Path, int]]) -> None:
         """As in `Bucket`: all large objects, with three requests to the Hub."""
         large = {self._path(key): (dest, limit) for key, dest, limit in wanted if limit > store.DIRECT}
-        if len(large) < 2:
+        if len(large) < 2:  # `fetch` needs no more requests for a single object
             return
         with contextlib.ExitStack() as stack, self._explained(wanted[0][0]):
             files: list[tuple[Any, Any]] = [
@@ -339,7 +338,7 @@ class HubNotifications(Notifications):
     def due(self, poll_s: float, again: bool = False) -> bool:
         """As in `Notifications`; the first call connects."""
         due = super().due(poll_s, again)
-        if self._thread is None:  # this is the first call; the feed's event "ready" will cause one more look
+        if self._thread is None:  # connect; the feed's event "ready" then causes one more look
             self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
             self._thread.start()
         return due
@@ -402,6 +401,6 @@ class HubNotifications(Notifications):
 
 
 def _pause_s(failures: int) -> float:
-    """Seconds before the next connection; random, because many clients may lose theirs at the same time."""
+    """Seconds before the next connection; random, because many clients may be disconnected together."""
     usual = FIRST_FEED_PAUSE_S * 2.0 ** min(failures - 1, 30) if failures else 1.0  # 30: no overflow
     return min(usual, LONGEST_FEED_PAUSE_S) * random.uniform(0.5, 1.0)

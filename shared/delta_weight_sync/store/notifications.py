@@ -43,7 +43,7 @@ class Quota:
                 self._last = now, requests
             elif (passed := now - last[0]) >= MEASURED_S:
                 self._last = now, requests
-                # In requests per second. As a burst may distort a measurement, limit the change below.
+                # Requests per second. A burst may distort `used`, so the next lines limit `change`.
                 used, allowed = (last[1] - requests) / passed, USED * requests / max(seconds, 1.0)
                 change = used / allowed if allowed else SLOWEST
                 self._slower = min(max(self._slower * min(max(change, 0.5), 4.0), 1.0), SLOWEST)

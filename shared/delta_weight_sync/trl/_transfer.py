@@ -20,8 +20,8 @@ class BucketWeightTransfer:
     trainer needs no vLLM, no kernel from the Hub and no GPU. Without a GPU, set TRL's option `use_cpu=True`.
 
     TRL calls `pause` before it sends weights, and `resume` after that. Here both methods do nothing: each
-    replica commits by itself once it has the delta, usually between two steps of vLLM. The run opens when
-    training begins, on TRL's main process only.
+    replica commits by itself once it has the delta, between two steps of vLLM. (If its release of vLLM cannot
+    do that, the replica pauses vLLM.) The run opens when training begins, on TRL's main process only.
 
     Args:
         url: As for `Publisher`.

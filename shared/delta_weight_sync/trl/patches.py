@@ -1,7 +1,7 @@
 """Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
-They also end the rollout process with the trainer. If that process fails, the trainer's error names the
-cause. `install` skips a patch if this release lacks the code to patch (`compat.toml`). Without the patches,
+The patches also end the rollout process when the trainer ends. If that process fails, the trainer's error
+names the cause. `install` skips a patch if this TRL lacks the code to patch (`compat.toml`). Without patches,
 TRL needs a GPU that FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
@@ -32,7 +32,7 @@ _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
 _START: Any = getattr(_WORKER, "start", None)
 _CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
 _PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None)
-_SERVER_S = 240.0  # limit on the wait for vLLM; the same as in TRL
+_SERVER_S = 240  # seconds to wait for vLLM; the same as in TRL
 _replace = setattr  # tests put `monkeypatch.setattr` here, which undoes the patches
 _ROUNDING = 0.1  # in `_require_same_mask`: 16-bit rounding changes results by 0.01, another mask by 1
 
@@ -64,7 +64,7 @@ def install(*needed: str) -> None:
 
 
 def play_rollouts(*arguments: Any) -> None:
-    """Replace the main function of TRL's rollout process: end with the parent, and report any error."""
+    """Replace the main function of TRL's rollout process: report any error, and end when the trainer ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, the trainer ends this process (`stop`)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     try:
@@ -105,8 +105,7 @@ def _await_server(url: str) -> None:
                     f"no vLLM answers at {url} ({error}): start it, or correct vllm_server_base_url"
                 ) from error
             if not said:
-                limit = f"{_SERVER_S:.0f} s"
-                print(f"waiting up to {limit} for vLLM at {url}: {error}", file=sys.stderr, flush=True)
+                print(f"waiting up to {_SERVER_S} s for vLLM at {url}: {error}", file=sys.stderr, flush=True)
             said = True
             time.sleep(1.0)
 
@@ -184,7 +183,6 @@ def _require_same_mask(device: torch.device) -> None:
 
 
 def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
-    """Compute all sequences in one call."""
     out = varlen_attn(*packed, scale=scale, window_size=(before, 0), enable_gqa=True)
     assert isinstance(out, torch.Tensor)  # a pair only with `return_aux`
     return out

@@ -41,9 +41,9 @@ class Progress:
 
 
 class TrainedGroups(set[int]):
-    """The numbers of the prompts that were trained on. TRL calls `update` when it packs a batch, before it
-    trains on the batch. So `update` only queues the batch's prompts, until `trained` is called after a step.
-    """
+    """The numbers of the prompts that were trained on; a *group* is the samples of one prompt. TRL calls
+    `update` when it packs a batch, before it trains on the batch. So `update` only queues the batch's
+    prompts, until `trained` is called after a step."""
 
     def __init__(self, groups: Iterable[int]) -> None:
         super().__init__(groups)
@@ -91,7 +91,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         self._on_sync, self._resumed_from = on_sync, resumed_from
         groups = (*range(resumed_from.prompts), *resumed_from.later) if resumed_from else ()
         self._trained_groups = self.groups = TrainedGroups(groups)
-        self._last_groups_trained = len(self.groups)
+        self._last_groups_trained = len(self.groups)  # TRL logs how many groups each step adds to this number
         if resumed_from:
             self.model_version = resumed_from.syncs - 1  # TRL begins with a sync, which repeats the last one
 
@@ -100,7 +100,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         if self._resumed_from is None:
             self.train()
             return
-        # TRL resumes from a checkpoint only. This one has the progress; the bucket's state has all else.
+        # TRL resumes only from a folder. This folder has the progress; the state in the bucket has all else.
         with tempfile.TemporaryDirectory() as folder:
             TrainerState(**self._resumed_from.trainer).save_to_json(f"{folder}/{TRAINER_STATE_NAME}")
             # TRL would add `prompt_index` to the number of trained prompts, but `groups` counts them all.
@@ -125,7 +125,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
 
     def _streaming_iter(self) -> Named:
         self._on_sync(self.weights(), self.model_version + 1)
-        yield from ()
+        yield from ()  # TRL iterates over the result; nothing is left to send
 
 
 def live_weights(model: torch.nn.Module) -> Named:

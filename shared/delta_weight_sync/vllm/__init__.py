@@ -1,4 +1,4 @@
-"""The library's reading half inside vLLM: it brings versions from the bucket into live parameters."""
+"""The part of the library that runs inside vLLM and brings versions from the bucket into live parameters."""
 
 import ctypes
 import os
@@ -28,7 +28,7 @@ def commits_between_steps() -> bool:
 
 
 def takes_images(model_config: Any) -> bool:
-    """Whether a model takes images or other media. vLLM 0.29 and 0.30 say this only of the model's class."""
+    """Whether a model takes images or other media; in vLLM 0.29 and 0.30, whether its class can take them."""
     return bool(getattr(model_config, "supports_multimodal_inputs", model_config.is_multimodal_model))
 
 

@@ -13,7 +13,7 @@ A call is slow, because it waits for the API server's event loop twice and for t
 worker is in the engine's process, one call is enough to stage and commit. In this case, op "stage" returns a
 `Future`: vLLM's steps go on, and vLLM answers the call when staging is done. With the argument `then` (the
 arguments of a commit), "stage" also commits, after the step that runs when staging ends. The answer then has
-the fields of the answers to "staged" and "commit".
+all fields that ops "staged" and "commit" would answer (see `worker`).
 
 The module patches vLLM's `EngineCore`; `compat.toml` lists the code that the patch relies on. Before the
 first commit, `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results
@@ -63,11 +63,7 @@ def _handle_client_request(core: EngineCore, request_type: Any, request: Any) ->
 
 @functools.wraps(_PLAIN)
 def _collective_rpc(
-    core: EngineCore,
-    method: Any,
-    timeout: float | None = None,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    core: EngineCore, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
 ) -> Any:
     given = kwargs or {}
     op = given.get("op") if method == METHOD else None
@@ -115,12 +111,13 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
     if any("error" in answer for answer in answers):
         return answers
     forget_prefixes(core.scheduler.kv_cache_manager, core.scheduler.requests.values())
-    # `batch_queue` holds the steps under way. The first of them began before an earlier commit, which put
-    # their labels into `stale`. The others began later, so they have the current label.
+    # `batch_queue` holds the steps under way. An earlier commit has put into `stale` the labels of those that
+    # began before that commit. All other steps began later, so they have the current label.
     stale: deque[str] = vars(core).setdefault(_STALE, deque())
     stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
     core._weight_version = label
-    waited_s = min(answer["waited_s"] for answer in answers)  # the minimum leaves out no part of the pause
+    # Each worker waited for the step under way. Subtract the shortest wait: its worker has paused ever since.
+    waited_s = min(answer["waited_s"] for answer in answers)
     answers[0]["pause_s"] = time.perf_counter() - started - waited_s
     return answers
 
@@ -137,7 +134,7 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
     """Make new requests reuse no block that is cached now, and none that one of `requests` fills later."""
     groups, size = manager.coordinator.single_type_managers, manager.block_pool.hash_block_size
     for pool in {group.block_pool for group in groups}:
-        # Each block keeps its hash until the pool reuses the block.
+        # A block keeps its hash until the pool reuses the block. But vLLM finds blocks only by this map.
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
         pool.cached_block_hashes_by_block.clear()
         if pool.enable_kv_cache_events:
@@ -145,9 +142,10 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
     for request in requests:
         if request.num_computed_tokens:
             # A hash covers the tokens of all blocks up to its own, but not the weights. Without a salt, a new
-            # request that begins with the same tokens would find this request's blocks. vLLM caches no block
-            # twice, so cached blocks need no salt. But the last of them gets one, because vLLM computes the
-            # next block's hash from its hash. Of a hash, 16 bytes are kept, so a new salt replaces an older.
+            # request that begins with the same tokens would find the blocks that this request fills later.
+            # vLLM caches no block twice, so the blocks that were cached need no salt. But vLLM computes a
+            # block's hash from the hash of the block before. So the last cached block's hash gets the salt,
+            # too. Only the last 16 bytes of the old hash are kept, so a new salt replaces an older one.
             salt, known = os.urandom(16), request.block_hashes
             request.cache_salt = salt.hex()  # for the first block, if it has no hash yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)
@@ -158,6 +156,7 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
 def hindrance(core: EngineCore) -> str:
     """Why this engine would reuse results of old weights; "" if it would not."""
     try:
+        # Without a hasher, vLLM caches no prefixes.
         return _other_caches(core) or (_unforgotten(core) if core.request_block_hasher else "")
     except Exception as error:  # noqa: BLE001 - after any error, no commit may be made
         return str(error) or repr(error)
@@ -193,20 +192,21 @@ def _unforgotten(core: EngineCore) -> str:
     def reused(length: int) -> int:
         return int(manager.get_computed_blocks(probe("seeker", length))[1])
 
+    # All requests have the same tokens. `old` begins before the commit and goes on after. `new` begins later.
     old, new = probe("old", 2 * size), probe("new", 2 * size)
     compute(old, 2 * size)
-    cached = reused(3 * size)
+    before = reused(3 * size)
     forget_prefixes(manager, [old])
-    forgotten = reused(3 * size)
+    after = reused(3 * size)
     compute(new, 2 * size)
     old.append_output_token_ids([0] * size)
     compute(old, size)
-    reached = reused(3 * size + 1)
+    at_end = reused(3 * size + 1)
     for request in (old, new):
         manager.free(request)
     forget_prefixes(manager, [])
     # At the end, a new request may reuse the blocks of `new`, but not the block that `old` filled after that.
-    if 0 < cached <= 2 * size and forgotten == 0 and 0 < reached <= 2 * size:
+    if 0 < before <= 2 * size and after == 0 and 0 < at_end <= 2 * size:
         return ""
-    found = f"{cached}, {forgotten}, {reached} tokens reused"
+    found = f"a test reused {before} tokens before a commit, {after} after it and {at_end} at the end"
     return f"vLLM's prefix cache reuses results of old weights ({found})"

@@ -9,8 +9,8 @@
    leaves these weights as loaded, and makes the kernels take them unpacked.
 4. If a seeded request's prefill is split, vLLM rewinds the request's random generator, which crashes the
    engine on a CPU. (TRL seeds every request.) `install` hides the generator from that code.
-5. vLLM inspects a model's class in a separate process, which only CUDA needs. Unless the result is cached,
-   that process takes ten seconds to import vLLM. `install` makes vLLM inspect in its own process.
+5. vLLM inspects a model's class in a separate process, and caches the result. That process takes ten seconds
+   to import vLLM, and only CUDA needs it. `install` makes vLLM inspect the class in its own process.
 6. vLLM's RMS norm is ten operations, a tenth of a small model's step. `install` makes the norm one kernel.
 
 `self_test` raises an error if patch 1 or 2 has no effect. `routes` refuses a model with packed convolutions.
@@ -143,10 +143,10 @@ def norm_in_one_kernel(native: Any) -> Any:
         from delta_weight_sync.vllm.norms import normalize  # imported late: see `plugin`
 
         out, added = torch.empty(x.shape, dtype=x.dtype), residual.data_ptr() if residual is not None else 0
-        columns, step = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
+        columns, step = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)  # 2 dimensions: one column
         addresses = (x.data_ptr(), added, self.weight.data_ptr(), out.data_ptr())
         normalize(addresses, (len(x), columns, x.shape[-1], x.stride(0), step), self.variance_epsilon)
-        return out if residual is None else (out, residual)
+        return out if residual is None else (out, residual)  # `normalize` has added x to the residual
 
     return norm
 

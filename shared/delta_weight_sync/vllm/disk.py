@@ -16,9 +16,7 @@ from delta_weight_sync.reader import RunReader, apply_delta, map_weights, remove
 from delta_weight_sync.records import AnchorRef, Manifest
 
 _STEPS = 10  # progress is reported in tenths, because each new text of the progress is logged
-
-Shapes = dict[str, list[int]]
-"""Checkpoint name -> shape."""
+Shapes = dict[str, list[int]]  # checkpoint name -> shape
 
 
 def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
@@ -58,7 +56,8 @@ class Layout:
         """Remove what a killed process left (deltas, partial downloads, the version); keep anchors."""
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
         self._coming, self._deltas = self._anchors / "coming", folder / "deltas"
-        self._wanted = self._fetched = 0  # bytes that `put` needs, and has fetched
+        self._wanted = 0  # bytes that `put` must fetch; 0 while it fetches nothing
+        self._fetched = 0  # of these, the bytes of the anchor, once the whole anchor is there
         for left in (*folder.glob(".*.part"), *self._coming.glob(".*.part"), *folder.glob("*.safetensors")):
             left.unlink()
         for unfinished in (self._deltas, self._version):

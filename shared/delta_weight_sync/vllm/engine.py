@@ -1,7 +1,8 @@
 """A running vLLM as its follower sees it: calls to all workers of all its engines.
 
 A data-parallel vLLM has several engines. Each engine stages and commits on its own, but the follower treats
-all as one: a version is served when all engines have it. If one engine fails, all engines join the version.
+all engines as one: a version is served when all engines have it. If staging or a commit fails on one engine,
+the follower makes all engines join the version from a checkpoint.
 """
 
 import asyncio
@@ -96,7 +97,7 @@ class Engine:
                 "--ec-transfer-config, and add --language-model-only",
                 CommitError.kind,
             )
-        self._until_done(self._ask("warm"))
+        self._until_done(self._ask("warm"))  # compiles kernels while vLLM generates; `learn` makes vLLM wait
         return str(self._ask("learn", shapes=shapes)[0]["digest"])
 
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:

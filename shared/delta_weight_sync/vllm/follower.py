@@ -74,13 +74,11 @@ class Follower:
         self._commits = deque[CommitEvent](maxlen=256)
         # Delays after a failure to hold a version, after a start of vLLM, and after a failed join.
         self._holding, self._starting, self._joining = Backoff(), Backoff(), Backoff()
-        self._refusal: errors.EngineError | None = None  # error of a join while nothing was served
+        self._refusal: errors.EngineError | None = None  # of a failed join while nothing was served
         self._served_last: Manifest | None = None  # like `serving`, but kept while nothing is served
         self._learned: Shapes = {}  # shapes of the tensors whose places vLLM knows
-        self._healing = False
-        self._heal_refused = (
-            False  # if so, `_error` says why; it is reported until the next version is served
-        )
+        self._healing = False  # whether a heal is still to be done
+        self._heal_refused = False  # whether to report `_error`, which refused a heal, until the next commit
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
@@ -218,7 +216,7 @@ class Follower:
         try:
             self._apply(manifest, deltas)
         except errors.EngineError as error:
-            # A worker that failed keeps its weights. If other code had changed them, they are no version.
+            # A worker that fails keeps its weights. If other code had changed these, they are of no version.
             if error.kind == errors.WeightsChangedError.kind:
                 self.serving = None
             failed = f"version {manifest.version} could not be staged or committed"
@@ -241,9 +239,9 @@ class Follower:
     def _join(self, manifest: Manifest) -> None:
         """Join a version.
 
-        If a join fails while no version is served, perhaps vLLM cannot take the model at all, and each try
-        copies a checkpoint. So then the next join of any version with the same anchor is delayed, and until
-        then this method raises the same error again. A new pin ends the delay.
+        If a join fails while no version is served, perhaps vLLM cannot take the model at all. Each try copies
+        a checkpoint. So the next join of any version with the same anchor is delayed. During the delay, this
+        method raises the same error again. A new pin ends the delay.
         """
         started, first = time.perf_counter(), self.serving is None
         wanted = manifest.anchor, self.commands.pinned
@@ -260,8 +258,8 @@ class Follower:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
-            if not first and error.kind in _REFUSALS:
-                self._healing, self._heal_refused = False, True  # go back to deltas
+            if not first and error.kind in _REFUSALS:  # do not repeat a heal that vLLM refused
+                self._healing, self._heal_refused = False, True
             raise
         self._joining.reset()
         for ref in manifest.anchor.weights:
@@ -297,7 +295,8 @@ class Follower:
     # Note what `report` reports.
 
     def _note(self, state: str, error: str | None = None, line: str = "") -> None:
-        """Note the state. Log it (or `line`, if given) when it changes. Log a `line` also once a minute."""
+        """Note the state and the error. If the state changes or an error is over, log the state (or `line`,
+        if given). Also log a `line` if nothing was logged here for a minute."""
         if state != self._state or (self._error and not error) or (line and time.time() >= self._next_line):
             _log.info("replica %s: %s", self._name, line or state)
             self._next_line = time.time() + _LINE_S

@@ -31,8 +31,7 @@ TILE = 4096  # elements that `digest_whole` and `read_kernel` take at a time; th
 PIECE = 1024  # elements that a program of `digest` hashes; more would not fit into the registers
 CELLS = 256  # cells over which programs spread their sums
 WARPS = 16  # warps of a program that hashes many tiles; each thread reads 16 bytes of a tile
-_BLOCK, _TILE, _CELLS = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(CELLS)
-_PIECE = tl.constexpr(PIECE)
+_BLOCK, _TILE, _PIECE, _CELLS = map(tl.constexpr, (BLOCK, TILE, PIECE, CELLS))
 _COLUMNS, _DIMS = tl.constexpr(memory.COLUMNS), tl.constexpr(memory.DIMS)
 _ADDRESS, _SEED = tl.constexpr(memory.ADDRESS), tl.constexpr(memory.SEED)
 _COUNTED, _FIRST = tl.constexpr(memory.COUNTED), tl.constexpr(memory.FIRST)
@@ -41,7 +40,7 @@ _SIZES, _SOURCE, _TARGET = map(tl.constexpr, (memory.SIZES, memory.SOURCE, memor
 
 @triton.jit
 def _at(row: tl.tensor, strides: tl.constexpr, element: tl.tensor) -> tl.tensor:
-    """Offsets (int64) of elements from the row's first, in the checkpoint (SOURCE) or memory (TARGET)."""
+    """Distances (int64) from the row's first element; `strides`: SOURCE (checkpoint) or TARGET (memory)."""
     rest = element
     at = element.to(tl.int64) * 0
     for back in tl.static_range(1, _DIMS + 1):  # the last dimension first
@@ -72,7 +71,8 @@ def digest_whole(
 ) -> None:
     """Like `digest` below, for tiles that are whole, contiguous blocks of the digest, aligned to 16 bytes.
 
-    Each program takes an equal, consecutive share of the `count` tiles, and adds lane by lane.
+    Each program takes an equal, consecutive share of the `count` tiles. A lane has the same inner factor in
+    each tile, so the program sums each lane, and at the end multiplies each sum by the lane's factor.
     """
     program, lane = tl.program_id(0).to(tl.int64), tl.arange(0, _TILE)
     sums = tl.zeros([_TILE], tl.uint64)
@@ -115,7 +115,7 @@ def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
 
 @triton.jit
 def _block(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor) -> tl.tensor:
-    """The block of a program. Returns its row, and per lane: the change's index, whether it exists, element.
+    """Return this program's row, and for each lane: index of a change, whether it exists, its element.
 
     `blocks`: int64 [b, 3] from `Changes.blocks`; `element`: int32 [n].
     """
@@ -274,7 +274,7 @@ def _tiles(table: memory.Table) -> tuple[memory.Rows, memory.Rows]:
     """The tiles that `digest_whole` hashes, and those that `digest` hashes: together all counted elements."""
     rows, tiles = table.rows, cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
     flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)
-    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # in tensor, memory
+    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # last strides
     aligned = (rows[:, memory.FIRST] % TILE == 0) & (rows[:, memory.ADDRESS] % 16 == 0)
     whole = (flat & contiguous & aligned)[tiles[:, 0]] & (tiles[:, 2] == TILE)
     return tiles[whole], cut(tiles[~whole], PIECE)

@@ -3,8 +3,8 @@
 A piece is a strided part of a checkpoint tensor that lies in a parameter of vLLM, possibly with other
 strides. A piece's elements are numbered 0, 1, 2, ... in row-major order. The number gives the position in the
 checkpoint tensor and the address in memory. Changes store the number as an int32, so a piece with too many
-elements becomes several rows of the table. On the host, up to half of the cores share the work on many
-changes. `gpu` has the same kernels for GPUs.
+elements becomes several rows of the table. If there are many changes, several threads share the work, on up
+to half of the host's cores. `gpu` has the same kernels for GPUs.
 """
 
 import math
@@ -35,6 +35,7 @@ DIMS = 4
 MOST = (1 << 31) - (1 << 16)
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
+# `routes.joined` dropped dimensions of size 1, so a row has one dimension if the size before the last is 1.
 ADDRESS = 0  # of element 0, in bytes
 SEED = 1  # the tensor's seed in the digest: its 64 bits as an int64
 COUNTED = 2  # 1 if this worker adds the piece to the digest
@@ -44,7 +45,7 @@ SOURCE = SIZES + DIMS  # strides in the checkpoint tensor, in elements
 TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
 COLUMNS = TARGET + DIMS
 
-_NEAR = 1024  # changes of a block, which is read back while it is still in the cache
+_NEAR = 1024  # changes in a block: so few that a block is still in the cache when `_put` reads it back
 _SHARED = 1 << 16  # changes that are worth a thread of their own
 SLICES = 60  # slices of all parameters; `recheck` hashes one slice
 
@@ -116,8 +117,8 @@ def _bounds(rows: Rows, found: Index, index: Index) -> None:
 
 
 @kernel
-def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements, moved: Bits) -> None:
-    """Write element number and ulps of each change that lies in a row of `found` to `element` and `moved`.
+def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements, amount: Bits) -> None:
+    """Write element number and ulps of each change that lies in a row of `found` to `element` and `amount`.
 
     `found`, int64 [3, p], has the numbers of rows, then the start and the end of each row's range of `index`,
     narrowed by `_bounds`. Each end is replaced by the number of changes that were found in the row.
@@ -125,8 +126,8 @@ def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements,
     at = 0
     for p in range(found.shape[1]):
         row, low = rows[found[0, p]], found[1, p]
-        near, numbers, amounts, begin = index[low : found[2, p]], element[at:], moved[at:], at
-        if row[SIZES + DIMS - 2] == 1 and row[SOURCE + DIMS - 1] == 1:
+        near, numbers, amounts, begin = index[low : found[2, p]], element[at:], amount[at:], at
+        if row[SIZES + DIMS - 2] == 1 and row[SOURCE + DIMS - 1] == 1:  # contiguous in the checkpoint
             base, whole = row[FIRST], ulps[low:]
             for j in range(near.size):  # both loops index slices from 0, so they vectorize
                 numbers[j] = near[j] - base
@@ -144,7 +145,7 @@ def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements,
                         rest -= steps * stride
                         number = number * size + steps
                 if inside and rest == 0:
-                    element[at], moved[at] = number, ulps[low + j]
+                    element[at], amount[at] = number, ulps[low + j]
                     at += 1
         found[2, p] = at - begin
 
@@ -186,10 +187,10 @@ def find(decoded: Iterable[Decoded], tables: Sequence[Table]) -> list[Changes]:
         found = np.stack([rows, np.repeat(ends - part.changes, count), np.repeat(ends, count)])
         _bounds(table.rows, found, part.index)
         size = (found[2] - found[1]).sum()
-        element, moved = np.empty(size, np.int32), np.empty(size, np.uint16)
-        _find(table.rows, found, part.index, part.ulps, element, moved)
+        element, amount = np.empty(size, np.int32), np.empty(size, np.uint16)
+        _find(table.rows, found, part.index, part.ulps, element, amount)
         size = found[2].sum()
-        return Changes(found[0], found[2], element[:size], moved[:size])
+        return Changes(found[0], found[2], element[:size], amount[:size])
 
     def find_in_all(part: Decoded) -> list[Changes]:
         known, nowhere = tables[0].number, repeat(len(tables[0].number))
@@ -286,7 +287,7 @@ class HostMemory:
 @kernel
 def _at(row: Rows, strides: int, element: Any) -> Any:
     """Offset of an element from the row's first, in the checkpoint (`strides`: SOURCE) or memory (TARGET)."""
-    if row[SIZES + DIMS - 2] == 1:  # sizes are padded in front, so this row has one dimension
+    if row[SIZES + DIMS - 2] == 1:  # one dimension
         return element * row[strides + DIMS - 1]
     at = np.int64(0)
     for dim in range(DIMS - 1, -1, -1):
@@ -298,7 +299,6 @@ def _at(row: Rows, strides: int, element: Any) -> Any:
 
 @kernel
 def _digest(rows: Rows, inner: Any) -> NDArray[np.uint64]:
-    """The digest of each row."""
     totals = np.zeros(rows.shape[0], np.uint64)
     for r in range(rows.shape[0]):
         row, seed, total = rows[r], np.uint64(rows[r, SEED]), np.uint64(0)
@@ -356,6 +356,7 @@ def _look(
         _places(row, TARGET, numbers, places)
         for j in range(numbers.size):  # only reads, so that many waits for memory overlap
             bits[j] = memory[places[j]]
+        # If a row of one dimension has the same stride in both, `places` already fits the checkpoint, too.
         if row[SIZES + DIMS - 2] != 1 or row[SOURCE + DIMS - 1] != row[TARGET + DIMS - 1]:
             _places(row, SOURCE, numbers, places)
         seed = np.uint64(row[SEED])

@@ -32,15 +32,15 @@ def normalize(
     """Write x / rms(x) * weight to `out`.
 
     x is a grid of vectors. `addresses` are those of x, residual, weight and out. `shape` has the grid's rows
-    and columns, a vector's elements, then x's strides between rows and columns, in elements. If the
-    residual's address is not 0, x + residual is used instead of x, and is also written to the residual.
+    and columns, the elements of a vector, and x's strides from row to row and from column to column, in
+    elements. If the residual's address is not 0, x + residual replaces x and is written to the residual.
     """
     x, residual, weight, out = addresses
-    rows, columns, size, row, column = shape
+    rows, columns, size, row_stride, column_stride = shape
     factors, line = carray(pointer(weight), size), np.empty(size, np.float32)
     for i in range(rows):
         for j in range(columns):
-            values = carray(pointer(x + 2 * (i * row + j * column)), size)
+            values = carray(pointer(x + 2 * (i * row_stride + j * column_stride)), size)
             first = 2 * (i * columns + j) * size
             sums, result = carray(pointer(residual + first), size), carray(pointer(out + first), size)
             total = np.float32(0)

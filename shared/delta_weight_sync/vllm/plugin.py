@@ -22,7 +22,7 @@ def register() -> None:
 
     Raises `CompatibilityError` if vLLM lacks what the plugin needs; exits if the run's settings are wrong.
     """
-    if not _log.handlers:  # the program has no handler for our lines; vLLM's server would drop them
+    if not _log.handlers:  # vLLM's server would drop our log lines, so use vLLM's handler
         _log.parent = logging.getLogger("vllm")
     parent = multiprocessing.parent_process()
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
@@ -51,7 +51,7 @@ def register() -> None:
         from delta_weight_sync.vllm import _step_commit
 
         _step_commit.install()
-    if release.works("derived"):
+    if release.works("derived"):  # for models that keep tensors besides their parameters
         routes.install()
     if "cpu" in release.features:
         from delta_weight_sync.vllm import cpu
@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def _call(worker: object, **call: object) -> object:
-    # Imported late, because a starting vLLM patches the kernels of all loaded modules and crashes on numba's.
+    # Imported late: a starting vLLM looks in all loaded modules for kernels to patch, and crashes at numba's.
     from delta_weight_sync.vllm.worker import call as answer
 
     return answer(worker, **call)  # type: ignore[arg-type]

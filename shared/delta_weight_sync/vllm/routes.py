@@ -4,13 +4,14 @@ vLLM fuses, splits, transposes and renames tensors. For example, `q_proj`, `k_pr
 of one `qkv_proj`, and each rank (tensor-parallel worker) holds some rows. Only the loader, the model's
 `load_weights`, knows how. So `record` runs the loader on probes, which are tensors without memory ("meta"
 tensors). A dispatch mode sees every operation of the loader's thread, and records copies from probes into the
-model. If the loader computes with a probe instead of copying it, the probe's tensor has no route.
+model. If the loader computes with a probe instead of copying it, the probe's tensor has no route. A commit
+that changes a tensor without a route makes vLLM's loader load all such tensors again.
 
 After loading, vLLM may derive other tensors from the weights, for example for a kernel. Deltas would not
 update such tensors, so the model is refused. A tensor that has the same bits as before loading is not
 derived. So `install` wraps two functions of vLLM's loaders. One wrapper records which tensors exist before
-loading; the other records whether vLLM changes parameters after loading. Without this record, a tensor counts
-as derived unless loading fills it or `_NO_WEIGHTS` names it.
+loading; the other records whether vLLM changes parameters after loading. If the first record is missing,
+a tensor outside the parameters counts as derived unless loading fills it or `_NO_WEIGHTS` names it.
 """
 
 import math
@@ -40,11 +41,11 @@ _NO_WEIGHTS = {
     "_k_scale_cpu": "1.0, because the cache is not quantized",
     "_v_scale_cpu": "1.0, as above",
 }
-_DEPTH = 4  # module.quant_method.moe_kernel.fused_experts.tensor
+_DEPTH = 4  # objects between module and tensor; module.quant_method.moe_kernel.fused_experts.tensor has 3
 _OPAQUE = (torch.nn.Module, torch.Tensor, type, ModuleType, FunctionType, str, bytes, int, float)
 _CHUNK = 1 << 22  # elements hashed at a time on a device; int64 temporaries take 100 MB
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # as an int64: multiplying by it mixes the bits of a position
-_COMPILERS = ("torch", "vllm.compilation")  # their objects keep inputs and outputs of captured graphs
+_COMPILERS = ("torch", "vllm.compilation")  # not searched: keep inputs and outputs of captured graphs
 
 Names = tuple[str, ...]
 Shapes = Mapping[str, Sequence[int]]
@@ -129,7 +130,7 @@ def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
         if reason := recorder.load([name for name in shapes if name not in failed]):
             raise RouteError(f"vLLM's loader fails on probes ({reason})")
         recorder.unroutable |= failed
-        recorder.reached |= touched  # these count as filled, because a commit may reload them
+        recorder.reached |= touched  # filled, because a commit that changes a failed tensor loads it again
     for name, parameter in model.named_parameters():
         if parameter.numel() and storage_of(parameter) not in recorder.reached:
             raise RouteError(
@@ -176,7 +177,6 @@ class Recorder(TorchDispatchMode):
         return ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handle one operation of the loader."""
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
         origins = [self._origin.get(storage_of(tensor), ((), "")) for tensor in _tensors((args, kwargs))]
@@ -355,7 +355,7 @@ def ownership(
     """Decide which pieces each rank adds to the digest, so that every element counts once.
 
     Returns for each rank {name: indices of pieces}, then {name: reason} for tensors without a route. If ranks
-    hold equal parts, the first rank counts. Raises `RouteError` if unequal parts overlap or some are missing.
+    hold equal parts, the first of them adds it. Raises `RouteError` if unequal parts overlap or leave gaps.
     """
     owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
     unroutable: dict[str, str] = {}

@@ -5,7 +5,7 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="warm")                               -> {"done"}    begins to compile, in a thread
     delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins to stage, in a thread
-    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, from any live weights
+    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, with all that differs
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "live_at"}
 
@@ -71,9 +71,7 @@ Memory: TypeAlias = "HostMemory | DeviceMemory"
 
 class Ranks:
     """The workers of an engine, seen from one of them. All must construct their `Ranks` at the same time.
-
-    Staging runs in a thread next to vLLM's own collectives, so staging needs its own process group.
-    """
+    Staging runs in a thread next to vLLM's own collectives, so staging needs its own process group."""
 
     def __init__(self, world_size: int) -> None:
         self.size = world_size
@@ -84,12 +82,11 @@ class Ranks:
             self._near, _ = dist.new_subgroups_by_enumeration(
                 sorted(by_host), timeout=_TIMEOUT, backend="gloo"
             )
-        # The workers on this host, including this worker, and this worker's place among them.
-        self.near = next(ranks for ranks in by_host if self.rank in ranks)
-        self.place = self.near.index(self.rank)
+        self.near = next(ranks for ranks in by_host if self.rank in ranks)  # of the workers on this host
+        self.place = self.near.index(self.rank)  # of this worker in `near`
 
     def gather(self, mine: Any, *, near: bool = False) -> list[Any]:
-        """Return `mine` (plain data) of every worker, by rank. With `near`, only on this host."""
+        """Return `mine` (plain data) of every worker, by rank. With `near`, of every worker on this host."""
         group, size = (self._near, len(self.near)) if near else (self._group, self.size)
         everyone = [mine] * size
         if group is not None:
@@ -100,7 +97,8 @@ class Ranks:
         """Send `found[i]` to the i-th worker in `near`. Returns all changes that this worker was sent."""
         sizes = self.gather([(c.rows.size, c.element.size) for c in found], near=True)
         coming = [sent[self.place] for sent in sizes]
-        columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)  # index into a pair of `sizes`
+        # The first two arrays of `Changes` have one item per row, and the other two have one per element.
+        columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)
         return Changes(*(swap(each, [size[which] for size in coming], self._near) for each, which in columns))
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
@@ -132,9 +130,7 @@ class Fallback:
 
     def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
         """Prove that reloading works: load `bits`, which vLLM has loaded already, into `model` again.
-
-        Raises `RouteError` if that fails or changes the model. The model is then damaged: do not serve it.
-        """
+        Raises `RouteError` if that fails or changes the model. The model is then damaged: do not serve it."""
         self._model, self.bits = model, dict(bits)
         if not bits:
             return
@@ -213,9 +209,7 @@ class LiveWeights:
 
     def stage(self, paths: Sequence[Path], known: int) -> Staged:
         """Prepare to commit delta files, in this order. `known`: the digest that the weights must still have.
-
-        Raises `CodecError` if the files do not fit, `WeightsChangedError` if the weights have another digest.
-        """
+        Raises `CodecError` if the files do not fit, `WeightsChangedError` if the weights' digest differs."""
         if (live := self.digest(known=True)) != known:
             raise errors.WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
@@ -225,10 +219,11 @@ class LiveWeights:
             deltas = [codec.Delta(path) for path in paths]
             # The workers of a host can divide the decoding, and then swap the changes that they found. Found
             # changes take five times the bytes of the file. So workers of different hosts do not swap, and
-            # few changes are not worth a swap. Every worker must decode everything if decoding needs old bits
-            # (all workers must call `self.bits` for the same tensors), and if several versions are merged.
-            whole = len({d.version for d in deltas}) > 1 or any(d.reads_old for d in deltas)
-            divided = not whole and sum(delta.changes for delta in deltas) >= _MANY
+            # few changes are not worth a swap. There are two cases in which every worker decodes everything:
+            # decoding needs old bits (all workers must call `self.bits` for the same tensors), or the files
+            # are of several versions (`codec.merged` cannot divide these).
+            divisible = len({d.version for d in deltas}) == 1 and not any(d.reads_old for d in deltas)
+            divided = divisible and sum(delta.changes for delta in deltas) >= _MANY
             tables = self._tables if divided else [self._table]  # of the workers that decode together
             share = ranks.place % len(tables), len(tables)
             decoded = [*codec.merged(deltas, self.shapes, self.bits, share)]
@@ -249,7 +244,8 @@ class LiveWeights:
         return self._staged(self._differences(wanted), reloaded, self.digest())
 
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Changes]:
-        """Differences between this worker's parameters and a checkpoint, by batches of table rows."""
+        """Yield how this worker's parameters differ from a checkpoint: one item for each part of a table row.
+        Parameters are read in batches of such parts."""
         names = np.repeat([*self._table.number], np.diff(self._table.starts[:-1])).tolist()
         blocks = cut(self._table.parts, _BATCH)
         batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
@@ -262,9 +258,9 @@ class LiveWeights:
 
     def _staged(self, found: Iterable[Changes], reloaded: list[Patch], live: int) -> Staged:
         with self._ranks.fail_together():
-            write, moved = self.memory.prepare(Changes.joined(found))
-            reload, moved_too = self._fallback.stage(reloaded)
-        digest = sum(self._ranks.gather(moved), live + moved_too) % (1 << 64)
+            write, own_change = self.memory.prepare(Changes.joined(found))  # how the digest changes
+            reload, common_change = self._fallback.stage(reloaded)
+        digest = sum(self._ranks.gather(own_change), live + common_change) % (1 << 64)
         return Staged(digest, [reload, write])
 
 
@@ -278,7 +274,7 @@ def memory_of(table: Table) -> Memory:
 
 
 def warm_up(device: torch.device) -> Staged:
-    """Compile all kernels of a replica on a small tensor, which has a whole tile and a rest."""
+    """Compile all kernels of a replica on a small tensor, which has complete tiles and an incomplete tile."""
     whole = Geometry(0, (9001,), (1,))
     piece = Piece(torch.zeros(whole.sizes, dtype=torch.int16, device=device), whole, whole)
     live = memory_of(Table({"w": Route(whole.sizes, (piece,))}, {"w": (0,)}))
@@ -397,7 +393,7 @@ def _recheck(of: weakref.ref[DeltaWorker]) -> None:
     while worker := of():
         worker.weights.memory.recheck()
         del worker
-        # The other tenth is for hashing, and for repeating slices that a commit disturbed.
+        # One tenth of `RECHECK_S` remains for hashing, and for repeating slices that a commit disturbed.
         time.sleep(0.9 * RECHECK_S / memory.SLICES)
 
 
