@@ -12,23 +12,9 @@ from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 
-from delta_weight_sync import checkpoint, errors
+from delta_weight_sync import checkpoint, errors, records
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.records import (
-    AnchorRef,
-    FileRef,
-    Head,
-    Keys,
-    Manifest,
-    Rank,
-    Recipe,
-    VersionKey,
-    Writer,
-    head_writer,
-    parse,
-    reference,
-    version_key,
-)
+from delta_weight_sync.records import AnchorRef, FileRef, Head, Manifest, Rank, Writer, parse, reference
 from delta_weight_sync.signing import Kind, PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 from delta_weight_sync.util import in_order
@@ -95,7 +81,7 @@ class RunReader:
     """
 
     def __init__(self, bucket: Bucket, run: str, public_keys: PublicKeys | None = None) -> None:
-        self.bucket, self.keys = bucket, Keys(run)
+        self.bucket, self.keys = bucket, records.Keys(run)
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
         self._unreadable = set[str]()  # keys of files that were missing or damaged at their last fetch
         self._ahead: dict[str, Future[bytes]] = {}  # objects that are fetched before anything needs them
@@ -155,7 +141,7 @@ class RunReader:
         except errors.ObjectMissingError:
             return None
 
-    def recipe(self, manifest: Manifest, held: int | None = None) -> Recipe:
+    def recipe(self, manifest: Manifest, held: int | None = None) -> records.Recipe:
         """Like `Manifest.recipe`, but avoids files that could not be read, if another recipe exists."""
         return manifest.recipe_without(self._unreadable, held) or manifest.recipe(held)
 
@@ -277,7 +263,7 @@ class RunReader:
 
     def writers(self) -> list[Writer]:
         """All writers that have a HEAD, sorted. The last writer owns the run."""
-        found = (head_writer(info.key) for info in self.bucket.list(self.keys.heads))
+        found = (records.head_writer(info.key) for info in self.bucket.list(self.keys.heads))
         return sorted(writer for writer in found if writer)
 
     def successor(self, of: Writer, born: float | None, problems: Problems) -> Writer | None:
@@ -440,12 +426,12 @@ def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
     return {parts.version: known[key] for parts, key in sorted(_manifests(known))}
 
 
-def _manifests(keys: Iterable[str]) -> Iterator[tuple[VersionKey, str]]:
-    parsed = ((version_key(key), key) for key in keys if key.endswith(".json"))
+def _manifests(keys: Iterable[str]) -> Iterator[tuple[records.VersionKey, str]]:
+    parsed = ((records.version_key(key), key) for key in keys if key.endswith(".json"))
     return ((parts, key) for parts, key in parsed if parts and parts.kind == "manifests")
 
 
-def remove_other_files(folder: Path, wanted: AnchorRef | Recipe) -> None:
+def remove_other_files(folder: Path, wanted: AnchorRef | records.Recipe) -> None:
     """Create `folder` if needed. Remove all its subfolders, and all files except those in `wanted`."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {ref.name for ref in wanted.files}

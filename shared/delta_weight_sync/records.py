@@ -84,10 +84,8 @@ class Keys:
 
     def __init__(self, run: str) -> None:
         if not re.fullmatch(RUN_NAME, run):
-            raise ProtocolError(
-                f"{run!r} is not a run name: use at most 96 letters, digits, '.', '_' and '-', and begin with a"
-                " letter or digit"
-            )
+            rule = "use at most 96 letters, digits, '.', '_' and '-', and begin with a letter or digit"
+            raise ProtocolError(f"{run!r} is not a run name: {rule}")
         self.run = run
         self.folder = f"runs/{run}/"
         self.heads = f"{self.folder}heads/"

@@ -12,25 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from delta_weight_sync import records
 from delta_weight_sync.checkpoint import INDEX
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Problems, RunReader
-from delta_weight_sync.records import (
-    ANCHOR_PAYS,
-    MAX_FILES,
-    MAX_REFS,
-    STRIDES,
-    AnchorRef,
-    DeltaRef,
-    FileRef,
-    Head,
-    Manifest,
-    RunInfo,
-    Writer,
-    cheapest_recipe,
-    links_for,
-    reference,
-)
+from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo, Writer, reference
 from delta_weight_sync.signing import Kind, writer_keys
 from delta_weight_sync.store import Bucket, ObjectInfo, file_sha256
 
@@ -147,10 +133,11 @@ class RunWriter(PartWriter):
         if self._damaged:
             return True
         deltas = *newest.deltas, *newest.jumps, *self._jumps
-        recipe = cheapest_recipe(newest.anchor, deltas, newest.version, None)
+        recipe = records.cheapest_recipe(newest.anchor, deltas, newest.version, None)
         behind = recipe.deltas if recipe else ()
-        many = len({delta.version for delta in behind}) >= MAX_FILES or len(newest.deltas) >= MAX_REFS // 2
-        return many or sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes
+        many = len({delta.version for delta in behind}) >= records.MAX_FILES
+        many = many or len(newest.deltas) >= records.MAX_REFS // 2
+        return many or sum(d.size for d in behind) > records.ANCHOR_PAYS * newest.full_bytes
 
     def look_for_damage(self) -> None:
         """Find out whether a file of the newest version is missing or has changed, so that an anchor is due.
@@ -215,7 +202,7 @@ class RunWriter(PartWriter):
         for base, version in [*self._parts]:
             found = sorted(self._parts[base, version].items())
             if len(found) < len(stored):
-                if self.newest and version < self.newest.version - 2 * max(STRIDES):
+                if self.newest and version < self.newest.version - 2 * max(records.STRIDES):
                     del self._parts[base, version]  # a rank was behind, and never made this part
                 continue
             del self._parts[base, version]
@@ -249,7 +236,7 @@ class RunWriter(PartWriter):
         new = tuple(self._jumps)
         self._considered = len(new)
         jumps = (*previous.jumps, *new) if previous and delta else ()
-        deltas, jumps = links_for(newest_anchor, deltas, jumps, version)
+        deltas, jumps = records.links_for(newest_anchor, deltas, jumps, version)
         manifest = Manifest(
             run=self.keys.run,
             born=previous.born if previous else self._started,
