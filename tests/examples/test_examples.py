@@ -14,7 +14,8 @@ import pytest
 from delta_weight_sync import RunReader, open_run
 from tests.live.replica import served
 
-EXAMPLES = Path(__file__).parents[2] / "docs/examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs/examples"
 QUIET = {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 ALONE = QUIET | {"PATH": os.environ["PATH"]}
 
@@ -23,7 +24,7 @@ ALONE = QUIET | {"PATH": os.environ["PATH"]}
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the small policy in it, far from the checkout."""
     place = tmp_path_factory.mktemp("place")
-    shutil.copytree(EXAMPLES.parent / "trainer" / "policies" / "wordle-tiny", place / "policy")
+    shutil.copytree(ROOT / "trainer" / "policies" / "wordle-tiny", place / "policy")
     return place
 
 
