@@ -80,7 +80,8 @@ class Pruner:
     def survey(self, spare: Collection[str] = (), reserve: int = 0) -> Survey | None:
         """Find the objects that may be deleted now. Returns None for a run without versions.
 
-        `spare`: keys to keep because the next manifest will name them. `reserve`: bytes to leave free.
+        `spare`: keys to keep because the next manifest will name them. `reserve`: bytes of the
+        budget `keep.size` that the next objects will need.
         """
         newest = self._reader.newest()  # read before the listing, so that later versions count as in progress
         if newest is None:

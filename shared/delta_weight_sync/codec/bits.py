@@ -201,7 +201,8 @@ def open_runs(
     for band, (events, k, flipped, bits) in enumerate(sections):
         if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
             raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
-        # A RUN of -1 means: item -1 is an event. So `walk` over 0 items reads the first event's run.
+        # Pretend that an event lies just before item 0. Then `walk` over 0 items passes this event, and reads
+        # the distance to the first real event into RUN.
         state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)
         if walk(words, state, band, 0, np.empty(1, np.int64)) < 0:
             raise CodecError(f"the section of {what} is damaged")
@@ -231,7 +232,7 @@ def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int
             word = words[number]
         one = (number << 6) + lowest(word)
         zeros = one - quotient
-        if word == 0 or one >= end or zeros >> (60 - k) != 0:  # the last: `zeros << k` is too large
+        if word == 0 or one >= end or zeros >> (60 - k) != 0:  # if not 0, `zeros << k` would overflow
             return -1
         word &= word - np.uint64(1)
         at += 1 + (zeros << k) + take(words, remainder, k)

@@ -158,7 +158,10 @@ class Publisher:
 
     @property
     def repeated_sync(self) -> int:
-        """The newest sync that this resumed trainer repeated exactly; 0 if none."""
+        """The newest sync of an earlier trainer that this trainer has made again, with the same bits.
+
+        Such a sync is not published twice. Before the first one, this is the sync of the resumed state.
+        """
         return self._outbox.repeated.newest
 
     def publish_base(self, weights: Model, step: int = 0) -> None:
@@ -240,7 +243,8 @@ class Publisher:
         0's numbers. Returns the `extra` of `save_state`. For a new run, returns None and changes nothing.
 
         Raises:
-            StateError: The state is of another model or optimizer, or the run has no state after version 0.
+            StateError: The state is of another model or optimizer. Or the run has versions after version 0,
+                but no state.
         """
         if self._found is None and self.find_state() is None:
             return None
@@ -301,7 +305,9 @@ class Publisher:
         return True
 
     def flush(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
-        """Wait until every sync and state is in the bucket; returns the newest manifest, on all ranks.
+        """Wait until every sync is in the bucket, and no state is being uploaded.
+
+        If the upload of a state failed, the failure is only logged. Returns the newest manifest, on all ranks.
 
         Raises:
             TimeoutError: The syncs, or the state's upload after that, take longer than `timeout_s`.
@@ -321,7 +327,12 @@ class Publisher:
         return to_hex(sum(self._peers.exchange(own)))
 
     def close(self) -> None:
-        """Stop; syncs that were not flushed may be lost. Raises `BucketError` if writing the log failed."""
+        """Stop; syncs that were not flushed may be lost.
+
+        Raises:
+            BucketError: Writing the log failed.
+            TimeoutError: The upload of a state takes too long.
+        """
         self._resources.close()
         self._saver.wait(_TIMEOUT_S)
 

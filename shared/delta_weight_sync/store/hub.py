@@ -65,7 +65,7 @@ _READS: Final = 3  # attempts to read an object by its URL, if connections break
 CONNECT_S: Final = 10.0  # seconds to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
 STEADY_S: Final = 60.0  # after a connection that lasted this long, reconnect within a second
-# Pause after the first shorter connection; each further one doubles the pause, up to the longest.
+# The pause after a connection that was shorter. Each further short connection doubles the pause, up to a limit.
 FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
@@ -218,7 +218,7 @@ class HubBucket(store.Bucket):
     def fetch_together(self, wanted: Sequence[tuple[str, Path, int]]) -> None:
         """As in `Bucket`: all large objects, with three requests to the Hub."""
         large = {self._path(key): (dest, limit) for key, dest, limit in wanted if limit > store.DIRECT}
-        if len(large) < 2:  # `fetch` needs no more requests for a single object
+        if len(large) < 2:  # for a single object, `fetch` makes equally few requests
             return
         with contextlib.ExitStack() as stack, self._explained(wanted[0][0]):
             files: list[tuple[Any, Any]] = [

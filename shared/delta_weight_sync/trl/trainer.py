@@ -1,6 +1,6 @@
 """A subclass of TRL's `AsyncGRPOTrainer` that publishes its weights and resumes from a saved state.
 
-It uses TRL internals; `compat.toml` lists them as "every_rank".
+It uses TRL internals; `compat.toml` lists most of them, as "every_rank".
 """
 
 import itertools
@@ -91,7 +91,8 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         self._on_sync, self._resumed_from = on_sync, resumed_from
         groups = (*range(resumed_from.prompts), *resumed_from.later) if resumed_from else ()
         self._trained_groups = self.groups = TrainedGroups(groups)
-        self._last_groups_trained = len(self.groups)  # TRL logs how many groups each step adds to this number
+        # At each step, TRL logs by how much the number of trained groups has grown since this number.
+        self._last_groups_trained = len(self.groups)
         if resumed_from:
             self.model_version = resumed_from.syncs - 1  # TRL begins with a sync, which repeats the last one
 
