@@ -307,7 +307,7 @@ class Publisher:
     def flush(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
         """Wait until every sync is in the bucket, and no state is being uploaded.
 
-        If the upload of a state failed, the failure is only logged. Returns the newest manifest, on all ranks.
+        A failed upload of a state is only logged. Returns the newest manifest, on all ranks.
 
         Raises:
             TimeoutError: The syncs, or the state's upload after that, take longer than `timeout_s`.

@@ -65,7 +65,7 @@ _READS: Final = 3  # attempts to read an object by its URL, if connections break
 CONNECT_S: Final = 10.0  # seconds to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
 STEADY_S: Final = 60.0  # after a connection that lasted this long, reconnect within a second
-# The pause after a connection that was shorter. Each further short connection doubles the pause, up to a limit.
+# The pause after a connection that was shorter. Each further short one doubles the pause, up to a limit.
 FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
