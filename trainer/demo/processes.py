@@ -24,7 +24,7 @@ class ChildError(RuntimeError):
 
 
 class Processes(contextlib.AbstractContextManager["Processes"]):
-    """Starts `python -m <module>` children; leaving the block stops the children that run, and their descendants.
+    """Starts `python -m <module>` children; leaving the block stops those that run, and their descendants.
 
     If this process is killed, the kernel kills its children, but not the children of these children. So each
     child must ensure that its own children end.
