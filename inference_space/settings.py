@@ -27,7 +27,7 @@ class Settings(SpaceSettings):
     name: str = Field(default_factory=socket.gethostname)  # this replica's name on the dashboard
     host: str = "0.0.0.0"
     port: int = 7860
-    poll_s: float = POLL_S  # seconds between two polls of HEAD
+    poll_s: float = POLL_S  # seconds between two polls of HEAD, without notifications
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell

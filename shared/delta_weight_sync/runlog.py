@@ -6,7 +6,7 @@ change, so a reader reads each full segment once. Only the trainer writes, becau
 tokens. So the trainer asks replicas for their status and records the answers.
 
 The log is not signed, so readers do not trust it. Every field of an event has a limit. Readers shorten a text
-or list of rollouts that is too long. They skip and count a line that breaks another limit or is no event.
+or list that is too long; they skip and count a line that breaks another limit or is no event.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class SyncEvent(Record):
     sync: Count
     payload_bytes: Count  # bytes of the delta; without a delta, of the anchor
     anchor_bytes: Count  # bytes of a new anchor that the manifest names, else 0
-    sent_bytes: Count = 0  # bytes of all uploads since the last version, such as jumps, states and this log
+    sent_bytes: Count = 0  # bytes of all uploads since the last version, also of states and of this log
     full_bytes: Count
     changed: Count
     total: Count
@@ -209,7 +209,8 @@ class RunLogReader:
             data = self._bucket.get(self._keys.segment(self._segment))
         except ProtocolError:  # the segment is far too large
             data = b"?"
-        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # lines after a full segment stay one piece
+        # If there are more lines than a segment may have, the rest stays one piece, which is no event.
+        for line in data.split(b"\n", SEGMENT)[self._seen :]:
             self._seen += 1
             try:
                 yield _EVENT.validate_json(line if len(line) <= LINE else b"")

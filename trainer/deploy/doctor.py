@@ -178,7 +178,7 @@ def _replica_gpu(setup: Setup) -> str:
 
 
 def _trainer_gpu(setup: Setup) -> str:
-    from trainer import memory  # here, because this import is slow and no other check needs it
+    from trainer import memory  # here, because this import is slow and most checks do not need it
 
     room = _gpu_bytes()  # with several GPUs, FSDP divides the model among them
     if not (needs := memory.parts(setup.model, setup.config, max(1, len(room)))):
@@ -192,7 +192,7 @@ def _trainer_gpu(setup: Setup) -> str:
 
 
 def _gpu_bytes() -> list[int]:
-    import torch  # here, because this import is slow and no other check needs it
+    import torch  # here, because this import is slow and most checks do not need it
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_properties(index).total_memory for index in range(count)]

@@ -78,7 +78,7 @@ class Follower:
         self._served_last: Manifest | None = None  # like `serving`, but kept while nothing is served
         self._learned: Shapes = {}  # shapes of the tensors whose places vLLM knows
         self._healing = False  # whether a heal is still to be done
-        self._heal_refused = False  # whether to report `_error`, which refused a heal, until the next commit
+        self._heal_refused = False  # vLLM refused a heal; the status gives the reason until the next commit
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
@@ -154,7 +154,7 @@ class Follower:
 
     def _hold(self, manifest: Manifest) -> bool:
         """Serve the version at which the owner holds this replica. False if it is too early to retry."""
-        self._watcher.refresh()  # so that the newest version is used as soon as the owner resumes
+        self._watcher.refresh()  # so that the first poll after the hold uses the newest version
         if manifest == self.serving and not (self._error or self._healing):
             return True
         if not self._holding.allows(manifest.seal):
@@ -269,7 +269,7 @@ class Follower:
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
         """Start or restart vLLM if this version needs that; let vLLM learn the places of the tensors.
 
-        The wait between two starts of vLLM grows with each start, whatever caused the start.
+        Each start of vLLM makes the wait before the next start longer, until a heal or a long quiet time.
         """
         if started := not self._engine.serves(folder):
             if not self._starting.allows("vLLM"):

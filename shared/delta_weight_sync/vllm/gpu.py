@@ -1,8 +1,9 @@
-"""The GPU's half of `memory`: the same arithmetic on the same table, in Triton.
+"""Does on a GPU, in Triton, what `vllm/memory.py` does on the host: the same arithmetic on the same table.
 
-Kernels take absolute addresses from the table, so one launch reaches all parameters; each program takes a
-part of a list. So hashing, reading or committing takes a few launches and one wait, however many tensors the
-model has. Sums wrap at 2^64 and are spread over a few cells, which may be added in any order.
+Kernels take absolute addresses from the table, so one launch reaches all parameters. The work of a launch is
+a list: of tiles to hash or read, or of blocks of changes. Each Triton program does a part of it. So hashing,
+reading or committing takes a few launches and one or two waits, however many tensors the model has. Sums wrap
+at 2^64 and are spread over a few cells, which may be added in any order.
 
 Staging has its own stream, so that staging and vLLM do not wait for each other. A commit runs on vLLM's
 stream, between two steps. Staged data is on the device if it takes at most half of the free memory there.
@@ -40,7 +41,10 @@ _SIZES, _SOURCE, _TARGET = map(tl.constexpr, (memory.SIZES, memory.SOURCE, memor
 
 @triton.jit
 def _at(row: tl.tensor, strides: tl.constexpr, element: tl.tensor) -> tl.tensor:
-    """Distances (int64) from the row's first element; `strides`: SOURCE (checkpoint) or TARGET (memory)."""
+    """Distances (int64) of elements from the first element of the piece that a row of the table describes.
+
+    `strides`: SOURCE for distances in the checkpoint's tensor, TARGET for distances in memory.
+    """
     rest = element
     at = element.to(tl.int64) * 0
     for back in tl.static_range(1, _DIMS + 1):  # the last dimension first
@@ -248,7 +252,7 @@ class DeviceMemory:
         return int(read(self._cells.sum()))  # waits for the kernels
 
     def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
-        """Copy arrays to the device, or to pinned memory if they take more than half of its free bytes.
+        """Copy arrays to the device, or to pinned memory if they take over half of the device's free bytes.
 
         `also`: bytes that the caller allocates in the same place afterwards; they count, too.
         """
@@ -271,7 +275,8 @@ class DeviceMemory:
 
 
 def _tiles(table: memory.Table) -> tuple[memory.Rows, memory.Rows]:
-    """The tiles that `digest_whole` hashes, and those that `digest` hashes: together all counted elements."""
+    """The tiles that `digest_whole` hashes, and those that `digest` hashes. Together they cover all elements
+    that this worker adds to the digest."""
     rows, tiles = table.rows, cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
     flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)
     contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # last strides

@@ -60,7 +60,8 @@ def register() -> None:
 
 
 def _call(worker: object, **call: object) -> object:
-    # Imported late: a starting vLLM looks in all loaded modules for kernels to patch, and crashes at numba's.
+    # `worker` imports numba, so it is imported late. When vLLM starts, it looks in all loaded modules for
+    # kernels to patch, and crashes if it finds numba's kernels.
     from delta_weight_sync.vllm.worker import call as answer
 
     return answer(worker, **call)  # type: ignore[arg-type]
