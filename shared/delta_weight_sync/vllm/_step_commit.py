@@ -11,9 +11,9 @@ succeed, two more things happen between the same two steps. (vLLM itself does th
 
 Op "stage" prepares a commit while vLLM generates. Each call is slow, because it waits for the API server's
 event loop twice and for the current step once. If the worker is in the engine's process, one call can stage
-and commit: "stage" then returns a `Future`, so vLLM's steps go on, and vLLM answers when staging is done. With
-the argument `then` (the arguments of a commit), "stage" also commits, after the step that runs when staging
-ends. The answer then has all fields that ops "staged" and "commit" would answer (see `worker`).
+and commit: "stage" then returns a `Future`, so vLLM's steps go on, and vLLM answers when staging is done.
+With the argument `then` (the arguments of a commit), "stage" also commits, after the step that runs when
+staging ends. The answer then has all fields that ops "staged" and "commit" would answer (see `worker`).
 
 The module patches vLLM's `EngineCore`; `compat.toml` lists the code that the patch relies on. Before the
 first commit, `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results
