@@ -132,7 +132,7 @@ def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
 
 @kernel
 def band_walk(words: Words, state: State, old: Bits, cut: Cut, index: Index, band_of: Band) -> int:
-    """Write the position of each change to `index`, its band to `band_of`. Return their number; -1: damaged."""
+    """Write each change's position to `index`, its band to `band_of`. Return their number; -1: damaged."""
     chunk, ranks, marked = _empty_chunk(), np.empty(_CHUNK, np.int64), np.empty(_BLOCKS, np.uint64)
     found = 0
     for start in range(0, old.size, _CHUNK):
