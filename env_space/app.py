@@ -78,7 +78,7 @@ class Guess(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # With a `min_length`, pydantic refuses lone surrogates, which no response can hold. 0 allows every word.
+    # A `min_length`, even 0, makes pydantic refuse lone surrogates, which no response in UTF-8 can contain.
     word: Annotated[str, Field(min_length=0)]
     turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _INTEGER]
 

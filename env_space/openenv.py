@@ -227,7 +227,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogra
                     oldest = next(iter(idle))
                     del idle[oldest]
                     busy = "Too many connections wait without a game: connect again and send a reset."
-                    with suppress(WebSocketDisconnect, WebSocketDisconnected):  # `oldest` is closing already
+                    with suppress(WebSocketDisconnect, WebSocketDisconnected):  # `oldest` may be closed
                         await oldest.close(1013, busy)
                 async with asyncio.timeout(sessions.ttl_s):
                     message = await socket.receive()

@@ -39,7 +39,7 @@ ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
 # that one visitor cannot hold many connections with tiny, slow bodies.
 LEAST = 256 << 10
 # The budget of a visitor's address: how much it gains per second, and how much it can save up. A request
-# costs `Route.cost`: about the milliseconds that this process spends. The lanes limit what vLLM computes.
+# costs `Route.cost`: about the milliseconds of this process. `Route.lane` limits the concurrent work of vLLM.
 RATE = (200.0, 2000.0)
 
 
@@ -64,8 +64,8 @@ ROUTES = (
     Route("/status"),
     Route("/v1/models", lane="reading"),
     Route("/v1/(chat/)?completions", "POST", lane="inference", keyed=True, body="completion", cost=10.0),
-    # A poke only says "look at the bucket now". A poke needs the key if inference does, because all replicas
-    # of a user share one quota of requests to the Hub.
+    # A poke makes the replica look at the bucket. All replicas of a user share one quota of requests to the
+    # Hub, and pokes use this quota. So a poke needs the key if inference does.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)", lane="reading", cost=5.0),
     # Only the routes of Gradio that the page needs. The owner's buttons also call run/predict, which needs no
@@ -184,8 +184,8 @@ def find_route(scope: Scope) -> Route:
 # types, logprobs and lengths in tokens.
 BYTES_PER_TOKEN = 16  # allowed per token of the context: a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
-MAX_BODY = 8 << 20  # bytes: the limit for a long context, and while the context is unknown
-MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # number of strings (OpenAI's limit); characters of all together
+MAX_BODY = 8 << 20  # bytes that no body may exceed, even if the context is long or not known yet
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings in `stop` (OpenAI's limit), characters in all of them
 # vLLM makes a grammar from these fields. vLLM goes on compiling a grammar even if the client hangs up.
 GRAMMARS = "structured_outputs", "response_format"
 MAX_ENTRIES = 1024  # of any list or object, except the inputs

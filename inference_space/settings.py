@@ -27,12 +27,13 @@ class Settings(SpaceSettings):
     name: str = Field(default_factory=socket.gethostname)  # this replica's name on the dashboard
     host: str = "0.0.0.0"
     port: int = 7860
-    poll_s: float = POLL_S  # seconds between two polls of HEAD, without notifications
+    poll_s: float = POLL_S  # seconds between two polls for a new version, if the store sends no notifications
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    # Clients that send the key may use inference, pokes and the owner's controls. If the key is empty,
-    # inference and pokes need no key. On the Hub, the key may be empty only if `open_inference` is true.
+    # Clients that send the key may use inference, the owner's controls, and pokes (requests that make the
+    # replica poll the bucket now). If the key is empty, inference and pokes need no key. On the Hub, the key
+    # may be empty only if `open_inference` is true.
     key: HeaderText = Field("", repr=False)
     open_inference: bool = False  # inference and pokes need no key
     max_requests: int | None = Field(None, ge=1)  # concurrent completions; None: 4 * max_num_seqs

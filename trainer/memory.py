@@ -35,7 +35,7 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
         "weights": size * count,
         "gradient": size * count,
         "moments": 2 * size * count * (options.get("optim", _ADAMW[0]) in _ADAMW),
-        # In bf16, a rank mirrors `count` weights that it publishes, and its blocks of other ranks' tensors.
+        # bf16 copies of the `count` weights that a rank publishes, and of its blocks of other ranks' tensors.
         "mirror": 2 * count * (2 - 1 / shards) * (options.get("mirror") == "device"),
         "old policy": size * count * bool(options.get("exact_old_policy")),
         "autocast": 2 * count * (bf16 and size == 4),

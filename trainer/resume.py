@@ -94,7 +94,7 @@ class SaveState(TrainerCallback):
 
     @property
     def saved(self) -> bool:
-        """Whether a state of the present weights was copied for the upload. False in the middle of a step."""
+        """Whether the publisher has a copy of the present state to upload. False in the middle of a step."""
         return self._synced and not self._syncs
 
     def _sync(self) -> None:

@@ -82,7 +82,6 @@ class Router:
         return found, max(0.0, self._until[found] - clock)
 
     def ended(self, url: str) -> None:
-        """Note that a conversation at this replica has ended."""
         self._busy[url] -= 1
 
 
@@ -97,8 +96,8 @@ class Conversation:
         self._turns: list[TurnRecord] = []
 
     def add_turn(self, prompt: list[int], output: list[int], headers: Mapping[str, str], last: int) -> None:
-        """Record an answer and the syncs that its headers name. This trainer lacks the weights of syncs after
-        `last`. So the tokens of such a sync stay `UNKNOWN`, and in `_oldest` such a sync counts as `last`."""
+        """Record an answer and the syncs that its headers name. Syncs after `last` are of another trainer,
+        and this trainer lacks their weights. Their tokens stay `UNKNOWN`; `_oldest` gets `last` for them."""
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
         syncs = np.full(len(output), UNKNOWN)
         for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):
@@ -182,7 +181,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 return answer
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
-                # Other errors may be temporary: a replica is waking up, or its weights are too old (503).
+                # Such a refusal is final. In other cases, a replica may be waking up, or be behind (503).
                 if 400 <= status < 500 and status not in (408, 425, 429):
                     raise RolloutError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:

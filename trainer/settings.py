@@ -29,7 +29,7 @@ class Settings:
     env_url: str = _option("URL of the Wordle Space (task 'wordle').", "")
     prompt: str = _option("Prompt of each game (task 'wordle').", WORDLE_PROMPT)
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
-    mirror: Place = field(default="host", metadata={"help": "Memory of the mirror (bf16 copy of weights)."})
+    mirror: Place = field(default="host", metadata={"help": "Where the mirror (bf16 copy of weights) is."})
     keep: str = _option("How much of the run the bucket keeps, such as '20GB' or '7d'; default: all.", "")
     state_every: int = _option(
         "Minimum syncs between states; --state_minutes is a minimum, too. The last state does not wait.", 20

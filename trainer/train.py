@@ -63,7 +63,7 @@ def main() -> None:
 
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
-    # TRL would then ask a vLLM server for its limit. But no replica serves before version 0.
+    # Without `token_budget`, TRL would ask a vLLM server for its limit. But none may serve before version 0.
     if config.token_budget is None:
         raise SystemExit("--token_budget is missing: set the max tokens of a forward pass, or 0 for no limit")
     if not config.use_cpu and (problem := gpu_build.problem()):
@@ -76,7 +76,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         needs = memory.parts(settings.model, vars(settings) | vars(config), shards)
         if problem := memory.problem(needs, torch.cuda.mem_get_info()[0]):
             raise SystemExit(f"trainer: {problem}")
-    patches.install("every_rank", "replicas")  # the features of TRL without which this program cannot work
+    patches.install("every_rank", "replicas")  # fails if this TRL lacks one of these two features
     stop = Stop(settings.minutes, alone=config.world_size == 1)
     task, peers = make_task(settings, config), Peers()
     fleet = Fleet(settings.replicas if peers.main else [])  # the other ranks contact no Space
@@ -120,7 +120,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             # Publish version 0 if the run is new. Otherwise check that the run has the same model.
             publisher.publish_base(trainer.weights(), _FIRST_SYNC)
             with peers.fail_together():
-                spaces.wait()  # until a replica serves a version
+                spaces.wait()  # until the environment is ready and a replica serves a version
             gc.collect()
             gc.freeze()  # otherwise each collection scans all objects of the imports, for a fifth of a second
             trainer.begin()  # each sync calls `Publisher.publish`

@@ -169,14 +169,14 @@ def charts(run: Progress) -> dict[str, Chart]:
 
 
 def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
-    """Return the parts of the last syncs, newest first, and an axis in seconds since the hand-over."""
+    """Return (version, parts) of each of the last syncs, newest first, and a time axis for all parts."""
     rows = [(sync.version, sync_spans(sync, slow)) for sync, slow in run.syncs if sync.version]
     ends = [end for _, spans in rows for *_, end in spans]
     return rows, linear(ends, time_text, zero=True)
 
 
 def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:
-    """Split a sync into parts: name, start and end, in seconds since the trainer's hand-over.
+    """Split a sync into parts: name, start and end, in seconds since the trainer handed over the weights.
 
     `slow` is the commit of the replica that was last to serve the version. A commit records its end and how
     long each part took, so the replica's parts are placed from the end backwards.

@@ -64,7 +64,7 @@ class RunView:
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
     start: Start | None = None  # what happens before the first step
-    waited: str = ""  # time since the newest entry of `start`, or since the dashboard started
+    waited: str = ""  # time since the newest of the times in `start`, or since the dashboard started
 
 
 class RunCache:
@@ -295,7 +295,7 @@ class Library:
         return {version: self._manifest(version).digest for version in there}
 
     def download(self, key: str) -> Download:
-        """Download an object of the run. Anchors, states and objects of other runs are refused."""
+        """Download an object of the run. Refuses anchors, trainer states, and objects of other runs."""
         found = next((info for info in self.objects() if info.key == key), None)
         if found is None or not can_download(key.removeprefix(Keys(self.run).folder)):
             why = f"run {self.run!r} lacks it, or visitors may not read it"
@@ -355,7 +355,7 @@ class RateLimitedBucket:
         self._spend(limit)
         return self._bucket.fetch(key, dest, limit)
 
-    fetch_together = Bucket.fetch_together  # downloads nothing, so each object goes through `fetch`
+    fetch_together = Bucket.fetch_together  # does nothing, so readers call `fetch` for each object
 
     def stat(self, key: str) -> ObjectInfo | None:
         self._spend()

@@ -84,7 +84,8 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
     if copied:  # the browser reads this list, because many file servers do not list folders
         (folder / "run" / "keys.json").write_text(json.dumps([one.key for one in copied]))
     index, names = folder / "index.html", 'data-bucket="{}" data-run="{}" data-keys="{}" data-first="{}"'
-    # `data-first` names a preview of an anchor. Only the recorded run in `web/` has a preview.
+    # `data-first` names a file of rounded weights, to play with until the exact weights have arrived. Only
+    # the recorded run in `web/` has such a file.
     given = Markup(names).format(place, run, os.environ.get(PUBLIC_KEY, ""), "")
     index.write_text(re.sub(names.replace("{}", '[^"]*'), lambda _: given, index.read_text(), count=1))
     return True

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # the dashboard also runs without a replica
 # Gradio writes the request's host name into its page. `prerendered` requests the page under this name,
 # and replaces the name by `location.origin`.
 _NAME = "dashboard.invalid"
-_SESSIONS = 512  # open pages whose shown revision Gradio remembers; all others get the run every second
+_SESSIONS = 512  # open pages that Gradio remembers; all others get the run each second, changed or not
 
 # Set by the Hub in a Space whose README says `hf_oauth: true`; Gradio reads all four.
 _LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
@@ -251,8 +251,8 @@ def mount(
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
-    Mount the dashboard after the app's own routes, because it answers every other path. `Gate` checks calls
-    of Gradio's events against `app.state.dashboard_events`: number of each event -> how many inputs it has.
+    Mount the dashboard after the app's own routes, because it answers every other path. `mount` sets
+    `app.state.dashboard_events` (id of a Gradio event -> how many inputs it has), for `gate.DashboardCalls`.
 
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.

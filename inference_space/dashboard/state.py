@@ -54,11 +54,10 @@ class Replica:
 
     status: ReplicaEvent
     lag_s: float | None = None  # lag of its last commit, in seconds; joins do not count
-    versions: Series = ()  # (unix seconds, version) at each change; in a `Progress`, those in the chart
+    versions: Series = ()  # (unix seconds, version) of each change; a `Progress` has only the chart's
     lags: Series = ()  # (version, seconds); only in a `Progress`
 
     def report(self, status: ReplicaEvent, t: float) -> "Replica":
-        """Return the replica with a new status."""
         if self.versions and status.version == self.status.version:
             return replace(self, status=status)
         change = (t, math.nan if status.version is None else status.version)
@@ -121,7 +120,7 @@ class Curve:
 
     def __init__(self, *, peaks: bool = False) -> None:
         self._peaks = peaks
-        self._each = 1  # points that a group stands for
+        self._each = 1  # number of added points that are merged into one drawn point
         self._groups: list[tuple[int, float, float]] = []  # number of points, sum of x, sum or maximum of y
         self._newest: Point = (0.0, 0.0)
 
@@ -311,7 +310,7 @@ class RunState:
             del self._slowest[next(iter(self._slowest))]
 
     def _shown(self, replica: Replica) -> Replica:
-        """Return a replica with its curves, as a page shows them: the staircase begins at time `start`."""
+        """Return a replica with its curves. Its staircase begins where the trainer's staircase begins."""
         start, lags = self._trainer[0][0], self._lags.get(replica.status.replica)
         later = (at for at, (t, _) in enumerate(replica.versions[1:]) if t > start)
         first = next(later, len(replica.versions) - 1)  # the last change up to `start`, or the oldest change

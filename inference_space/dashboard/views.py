@@ -24,7 +24,7 @@ FAR = 5  # units of the last place (ULPs); larger moves count as `FAR`
 # Limits, because the bucket may be hostile and the model's size is unknown here.
 MAX_TABLE = 4 << 20  # limit in bytes of the header of a delta's part, enough for some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes; a larger part of a delta is not decoded for a picture
-MAX_NUMBERS = 1 << 23  # limit of changes or elements that are decoded of a part; each takes 14 bytes
+MAX_NUMBERS = 1 << 23  # a part with more changes (in modes other than `gaps`: elements) is not decoded
 PAGE = 25  # objects of each kind on a page of the view Bucket
 _STAND_ALONE = {"gaps", "mask", "dense"}  # modes that decode without the old weights
 _MAX_CELLS, _MAX_REST = 20_000, 200  # limits: cells of the heat map, tensors outside of the map
@@ -55,7 +55,7 @@ class OpenedDelta:
 
 
 def open_delta(paths: Iterable[Path]) -> OpenedDelta:
-    """Read a delta from its parts. Decode the distances if all parts are small and need no old weights.
+    """Read a delta from its parts. If they are small and need no old weights, decode how far weights moved.
 
     Raises `CodecError` if a file is not a delta, or lists too many tensors.
     """
@@ -68,7 +68,7 @@ def open_delta(paths: Iterable[Path]) -> OpenedDelta:
         rows = [row._replace(group=len(modes) + row.group) for row in delta.tensors]
         tensors += rows
         modes += [group.mode for group in delta.groups]
-        # Decoding takes memory for all changes or, in modes other than `gaps`, for all elements.
+        # Decoding takes 14 bytes for each change or, in modes other than `gaps`, for each element.
         numbers = sum(row.changes if modes[row.group] == "gaps" else row.numel for row in rows)
         if path.stat().st_size > MAX_DECODE or numbers > MAX_NUMBERS:
             why = "This delta is too large to be decoded for a picture."
@@ -188,7 +188,7 @@ class Facts:
     stage_s: float
     pause_s: float  # generation waits for this
     poll_s: float
-    anchor_every: int  # versions from one anchor to the next
+    anchor_every: int  # versions from one anchor (a stored checkpoint) to the next
 
 
 # Qwen3-0.6B with 0.99 % of its weights changed per sync; the encoding `fast` takes 1.25 bytes per change.
@@ -222,13 +222,12 @@ def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
     """Return the numbers behind the animations, for JSON."""
     measured = facts_of(run, model)
     facts = [asdict(found) for found in (measured, EXAMPLE) if found]
-    for found in facts:  # a smaller model gets a slower link, so all its weights take equally long
+    for found in facts:  # a smaller model gets a slower link: all its weights take as long as EXAMPLE's
         found["link"] = min(LINK, LINK * found["full_bytes"] / EXAMPLE.full_bytes)
     chance, cells = random.Random(7), range(_GRID[0] * _GRID[1])
     grid = {
         "weights": [chance.gauss(0, 0.02) for _ in cells],
-        # The offset from the bf16 value, in units of the last place.
-        "masters": [chance.uniform(-0.5, 0.5) for _ in cells],
+        "masters": [chance.uniform(-0.5, 0.5) for _ in cells],  # offset from the bf16 value, in ULPs
         "updates": [chance.choice((-1, 1)) * chance.uniform(0.3, 1.0) for _ in cells],
     }
     return {"facts": facts, "measured": bool(measured), "columns": _GRID[0], "grid": grid}

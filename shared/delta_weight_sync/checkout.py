@@ -163,7 +163,9 @@ def follow(
                         error = watcher.problem()
                 except (errors.DeltaWeightSyncError, OSError) as caught:
                     error = caught
-                yield from built  # at most one version; the previous version again if only HEAD was rewritten
+                # At most one version. If HEAD (the object that names the newest version) was rewritten, but
+                # names the same version as before, this version is yielded again.
+                yield from built
                 built.clear()
                 if error and str(error) != last_complaint:
                     complain(error)
@@ -177,9 +179,9 @@ def follow(
 def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion | None) -> None:
     """Write a version to `into` and verify its digest.
 
-    If the deltas from `held` take fewer bytes than the anchor, copy `held` and write the changes into the
-    copy. Otherwise start from the anchor, and keep the anchor's files that an earlier, failed try completed.
-    """
+    An anchor is a whole checkpoint in the bucket. If the deltas from `held` take fewer bytes than the
+    version's anchor, copy `held` and write the changes into the copy. Otherwise start from the anchor, and
+    keep the anchor's files that an earlier, failed try completed."""
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
         reader.checkout(manifest, into)
@@ -190,8 +192,7 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
 
     The anchor is needed if it takes fewer bytes, a file other than the weights differs, deltas from the held
     version are missing, or the result has another digest. (The digest differs if the run was started over, or
-    if another program changed the held version.)
-    """
+    if another program changed the held version.)"""
     recipe, both = reader.recipe(manifest, held.version), (held.manifest.anchor, manifest.anchor)
     # Both anchors must have the same file names. The deltas update the files of weights, so their hashes may
     # differ; the hashes of all other files must be the same.
@@ -248,8 +249,7 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         """Build a version, point `current` at it, and return the version's own folder.
 
         After any `DeltaWeightSyncError` or `OSError`, `current` is unchanged. After `kill -9`, `current`
-        leads to the old version or to the new one.
-        """
+        leads to the old version or to the new one."""
         held = self.held
         if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):
             for folder in self.folder.iterdir():  # remove older versions

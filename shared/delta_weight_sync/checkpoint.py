@@ -41,7 +41,7 @@ _log = logging.getLogger("delta_weight_sync")
 def to_bits(tensor: torch.Tensor) -> Bits:
     """Return a copy of `tensor` as bf16 bits: uint16, of the same shape, C-contiguous, on the host.
 
-    `codec.nearest` rounds host tensors that are not bf16. In torch, NaN bits depend on the machine.
+    On the host, `codec.nearest` rounds, not torch, because torch's NaN bits depend on the machine.
     """
     import torch
 
@@ -196,7 +196,7 @@ class Base:
                 return  # the same tensors under other names
             lack = f", and {min(missing)} was not published" if missing else ""
             raise self._other(f"{min(strange)} is not in {self.name}{lack}")
-        # A trained tensor of the head's shape is an embedding, and the policy may use it as its head, too.
+        # The policy may use a published tensor of this shape as its head; then this head would be wrong.
         if _HEAD in missing and stored[_HEAD] in trained.values():
             raise self._other(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
         if missing:  # compare one tensor, to see whether the policy was loaded from this checkpoint

@@ -63,8 +63,8 @@ class Release:
         return not self.features[feature].missing
 
     def cure(self, since: str = "") -> str:
-        """Return the command that installs a tested release, not older than `since`: the first such release
-        after the installed one, or the newest one if no such release is newer than the installed one."""
+        """Return the command that installs a tested release, `since` or later. Of the releases that are newer
+        than the installed one, the command takes the oldest. If none is newer, it takes the newest of all."""
         works = [release for release in self.run if _number(release) >= _number(since)]
         newer = (release for release in works if _number(release) > _number(self.version))
         return f"pip install '{self.package}=={next(newer, works[-1])}.*'"
@@ -104,7 +104,7 @@ def examine(package: str, site: Path | None = None) -> Release:
         return Release(package, "", needs["run"])
     name, version, features = found[0].name, found[0].version, dict[str, Feature]()
     for feature, fields in needs["features"].items():
-        if fields.pop("on", "") in f"{name} {version}":  # "cpu": only builds for a CPU need this feature
+        if fields.pop("on", "") in f"{name} {version}":  # `on = "cpu"`: only CPU builds need it
             missing = [place for place in fields["places"] if not _has(folder / place[0], place[1])]
             features[feature] = Feature(missing=missing, **fields)
     return Release(name, version, needs["run"], features)

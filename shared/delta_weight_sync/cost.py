@@ -74,7 +74,7 @@ class Sizes(NamedTuple):
 # "bf16": the shapes of "fp32", from `bench.deltas.qwen(BF16, share, shapes)` on 2026-11-21.
 # For "fp32-start" and "bf16", the sizes at 1 % are from section "size" instead.
 SIZES: Final[dict[Trainer, Sizes]] = {trainer: Sizes(**row) for trainer, row in _read("sizes.json").items()}
-# Versions that a delta or jump spans -> its changes, relative to those of one version (section "joining").
+# Versions that a delta spans (if several, a jump) -> changes, relative to one version (section "joining").
 MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.1}
 _TABLE_BYTES: Final = 75.0  # bytes of a delta file's header for each changed tensor
 _WEIGHTS_PER_TENSOR: Final = 1.4e6  # in the measured models; larger models have fewer tensors per weight
@@ -123,8 +123,8 @@ TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each further part, in parallel with the first
 TAKING_LARGE_PART: Final = {"all": 2, "api": 0, "files": 0}  # for each further part of more than DIRECT bytes
 TAKING_IN_TURN: Final = 3  # a reader's requests in sequence, including the poll of HEAD
-# Large parts take further requests, in sequence. Each part of more than SMALL bytes takes 2, and all parts of
-# more than DIRECT bytes take 5 together. Rows: the size, (the requests, how many of these go to the API).
+# Large parts take further requests, in sequence: 2 for each part of more than SMALL bytes, but only 5 in all
+# if the parts have more than DIRECT bytes. Rows: the size, (number of requests, how many go to the API).
 _FURTHER: Final = ((DIRECT, (5, 2)), (SMALL, (2, 0)))
 _POLLS: Final = 2  # polls of HEAD after the Hub announces a version: one immediately, one an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
@@ -154,10 +154,10 @@ def delta_bytes(params: float, share: float, encoding: Encoding, trainer: Traine
 
 
 class RunFiles:
-    """Deltas, jumps and anchors of a run in which each version changes `share` of the weights."""
+    """Deltas, jumps and anchors (checkpoints) of a run. Each version changes `share` of the weights."""
 
     def __init__(self, params: int, share: float, encoding: Encoding, trainer: Trainer) -> None:
-        self._full, densest = 2.0 * params, 0.3  # a change of any denser delta takes as many bytes as at 0.3
+        self._full, densest = 2.0 * params, 0.3  # above this share, bytes per change stay the same
         shares = {span: min(share * MERGED[span], 1.0) for span in (*reversed(STRIDES), 1)}
         self._changes = {span: params * merged for span, merged in shares.items()}
         self._sizes = {}
@@ -238,7 +238,7 @@ class Plan:
         def taken(size: float, changed: float) -> tuple[float, float, float]:
             wait_s, rounds = further_requests(size)[0] * asked.latency, math.ceil(parts / SIDE_BY_SIDE)
             rounds = 1 if size / parts > DIRECT else rounds  # large parts are fetched together
-            # All parts share the link, and each round waits for the round before: the slower limit counts.
+            # The link must carry all parts, and rounds follow each other. The slower of these two counts.
             parts_s = max(wait_s + size / link, rounds * (wait_s + size / parts / link))
             stage_commit_s = taking_s(params, changed, asked.encoding, self.replica_workers, self.threads)
             return TAKING_IN_TURN * asked.latency + parts_s, *stage_commit_s
@@ -262,7 +262,7 @@ class Plan:
         def deltas_s(versions: float) -> float:
             size, changed, count = files.after_anchor(versions)
             rounds = 1 if large else math.ceil(count * parts / SIDE_BY_SIDE)
-            # Most files of a join are not fetched ahead, so even a file below SMALL takes further requests.
+            # `fetch_ahead` gets few files of a join. So files below SMALL take further requests, too.
             requests_s = rounds * (further or _FURTHER[-1][1][0]) * asked.latency
             apply_s = decode.seconds(params, changed) + APPLY.seconds(params, changed)
             return requests_s + size / link + apply_s / self.threads
@@ -279,7 +279,7 @@ class Plan:
         self.copy_state_s = COPY_STATE_S * self.state / ranks
         self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * links / 10)
         self.stored_hour, self.egress_hour = self.published_hour * stored, fetched_hour * self.delta
-        # The tensors that a rank owns, and its blocks of the tensors that other ranks own.
+        # A mirror has bf16 copies of the tensors that a rank owns, and of its blocks of other ranks' tensors.
         self.mirror = self.full / parts + self.full / ranks * (1 - 1 / parts)
 
         def taken_requests(kind: str, more: int) -> int:

@@ -75,7 +75,7 @@ def hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint6
 def add_at(
     bits: Bits, at: Index, ulps: Bits, index: Index, first: int, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
-    """Add `ulps[j]` to `bits[at[j]]`, element `first + index[j]` of a tensor. Return the digest's change."""
+    """Add `ulps[j]` to `bits[at[j]]`, the tensor's element `first + index[j]`. Return the digest's change."""
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
         i = np.uint64(first + index[j])

@@ -130,7 +130,7 @@ class StateError(DeltaWeightSyncError, RuntimeError, kind="state"):
 
 
 class UndoLogError(DeltaWeightSyncError, LookupError, kind="undo-log"):
-    """The undo log does not hold this sync."""
+    """The trainer's undo log cannot restore the weights of this sync: it holds only the newest syncs."""
 
 
 class EngineError(DeltaWeightSyncError, RuntimeError, kind="engine"):

@@ -1,4 +1,4 @@
-"""GPU code that the publisher and vLLM share: launches, reads, pinned memory, and the digest's factors.
+"""GPU code that the publisher and vLLM share: launches, reads, pinned memory, and the factors in `digest`.
 
 `launch` runs a kernel, and `read` fetches its results. Both count their calls for tests, because a sync is
 slow if the number of calls grows with the number of tensors. The kernels also run on host tensors, in
@@ -101,7 +101,7 @@ def _uses_host_addresses() -> bool:
 
 @triton.jit
 def outer(seed: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Digest factors (uint64) of blocks of 4096 elements. `seed` (uint64) and `block` have any shape."""
+    """Compute `digest.outer`, a factor (uint64), for each element of `seed` (uint64) and `block`."""
     z = (seed + block.to(tl.uint64)) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

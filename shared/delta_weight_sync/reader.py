@@ -1,6 +1,9 @@
 """Reads a run: HEAD, manifests, verified files, and any version as an ordinary checkpoint.
 
-The codec and the digest are imported only where weights are handled: listing versions does not need numba.
+Each writer (a trainer) has a HEAD, a small record that names its newest version. Each version has a manifest,
+which names the files that can build the version: an anchor, which is a whole checkpoint, and deltas. A recipe
+is a choice of these files that is enough. The codec and the digest are imported only where weights are
+handled: listing versions does not need numba.
 """
 
 import contextlib
@@ -142,7 +145,7 @@ class RunReader:
             return None
 
     def recipe(self, manifest: Manifest, held: int | None = None) -> records.Recipe:
-        """Like `Manifest.recipe`, but avoids files that could not be read, if another recipe exists."""
+        """Like `Manifest.recipe`, but without files that could not be read, if they can be avoided."""
         return manifest.recipe_without(self._unreadable, held) or manifest.recipe(held)
 
     def readable(self, manifest: Manifest) -> Manifest | None:
@@ -213,8 +216,8 @@ class RunReader:
     def fetch_anchor(self, anchor: AnchorRef, folder: Path) -> None:
         """Fetch an anchor's files: first the small ones, then the weights if no small file is damaged.
 
-        Before the fetch, delete weight files that this anchor does not name. An earlier anchor, which was
-        divided into other files, left them in the folder, and a loader would load them, too.
+        This method first deletes the weight files in `folder` that this anchor does not name. An earlier
+        anchor, which was divided into other files, left them, and a loader would load them, too.
 
         Raises `ProtocolError` if the anchor has no weights, or a file is damaged.
         """
@@ -300,12 +303,12 @@ class RunReader:
 
         Args:
             below: Only consider writers before this one.
-            floor: The rank of the oldest version to accept; an older HEAD counts as damaged.
+            floor: The oldest version to accept, as a `records.Rank`. An older HEAD counts as damaged.
             problems: Receives the HEADs that were skipped.
 
         Raises:
-            ProtocolError: No HEAD can be used or rebuilt, and an unsigned HEAD was skipped. With `floor`, a
-                skipped HEAD that is damaged or older is enough for this error.
+            ProtocolError: All HEADs are damaged, unsigned or older than `floor`, and none can be rebuilt.
+                Without `floor`, if all are damaged and none is unsigned, the result is None instead.
         """
         for _ in range(_TRIES):
             skipped: Problems = {}
@@ -444,9 +447,7 @@ def remove_other_files(folder: Path, wanted: AnchorRef | records.Recipe) -> None
 
 def map_weights(folder: Path, anchor: AnchorRef) -> dict[str, Bits]:
     """Map the weights in a version's files, so that changes of the weights change the files.
-
-    Raises `ProtocolError`, which names the anchor, if the anchor's files are not a checkpoint.
-    """
+    Raises `ProtocolError`, which names the anchor, if the anchor's files are not a checkpoint."""
     try:
         return checkpoint.map_folder(folder, "r+")
     except (SafetensorError, ValueError, LookupError) as error:
@@ -458,8 +459,7 @@ def map_weights(folder: Path, anchor: AnchorRef) -> dict[str, Bits]:
 def apply_delta(state: dict[str, Bits], path: Path) -> None:
     """Apply a delta file to `state` (name -> bits of each tensor) in place, then delete the file.
 
-    Raises:
-        CodecError: The file is damaged. `state` may then hold a part of the changes: discard it.
+    Raises `CodecError` if the file is damaged. `state` may then hold a part of the changes: discard it.
     """
     from delta_weight_sync import codec
 

@@ -1,10 +1,11 @@
 """Versions, manifests, HEAD and their keys: the records of a run in its bucket.
 
-A run is a folder of the bucket (docs/wire-format.md). Every object is written once, except HEADs and the
-newest segment of the log. A HEAD names a manifest by sha256, and the manifest names every file by sha256.
-Each writer uses keys of its own for HEAD, versions and states, so a replaced trainer cannot overwrite objects
-of its successor. The HEAD of the last writer counts (see `Writer`). If that HEAD is truncated, missing, stale
-or copied from another writer, readers find the newest version by listing the manifests.
+A run is a folder of the bucket (docs/wire-format.md). An anchor is a whole checkpoint. A delta leads from one
+version to the next, and a jump is a delta over several versions. Every object is written once, except HEADs
+and the newest segment of the log. A HEAD names a manifest by sha256, and the manifest names every file by
+sha256. Each writer uses keys of its own for HEAD, versions and states, so a replaced trainer cannot overwrite
+objects of its successor. The HEAD of the last writer counts (see `Writer`). If that HEAD is truncated,
+missing, stale or copied from another writer, readers find the newest version by listing the manifests.
 """
 
 from __future__ import annotations
@@ -327,7 +328,7 @@ class Manifest(Sealed):
 
     def recipe(self, held: int | None = None) -> Recipe:
         """The files with the fewest bytes that build this version from the anchor, or from `held`, the number
-        of a version that you already have. Check the digest, because your version may be of another run."""
+        of a version that you have. Check the digest: if the run was started over, yours has other weights."""
         recipe = self.recipe_without((), held)
         assert recipe, "a manifest without a recipe is refused"
         return recipe

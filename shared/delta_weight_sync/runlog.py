@@ -35,8 +35,8 @@ class SyncEvent(Record):
     t: Time
     version: Count
     sync: Count
-    payload_bytes: Count  # bytes of the delta; without a delta, of the anchor
-    anchor_bytes: Count  # bytes of a new anchor that the manifest names, else 0
+    payload_bytes: Count  # bytes of the delta; without a delta, of the anchor (a whole checkpoint)
+    anchor_bytes: Count  # bytes of the anchor if the manifest names a new one, else 0
     sent_bytes: Count = 0  # bytes of all uploads since the last version, also of states and of this log
     full_bytes: Count
     changed: Count
@@ -93,7 +93,7 @@ class CommitEvent(Record):
     digest: Digest
     lag_s: Number
     fetch_s: Number
-    stage_s: Number
+    stage_s: Number  # to decode the delta and prepare the commit
     pause_ms: Number  # how long generation paused
     commit_ms: Number  # the part of the pause in which weights were written and checked
     joined: bool = False  # whether the replica joined, that is, took this version from a checkpoint

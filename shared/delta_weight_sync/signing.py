@@ -1,8 +1,8 @@
 """Signed versions: write access to the bucket is not enough to make a reader accept a version.
 
-The publisher signs the seal of each manifest, HEAD and trainer state with its secret Ed25519 key.
-Readers with the matching public key refuse every record without this signature. A seal covers the kind of the
-record, the run and all other fields, including the sha256 of each file. The keys are environment variables:
+Each record (manifest, HEAD or trainer state) has a seal: a hash of the record's kind, the run and all other
+fields, including the sha256 of each file. The publisher signs the seal with its secret Ed25519 key. Readers
+with the public key refuse every record without this signature. The keys are environment variables:
 
     DELTA_WEIGHT_SYNC_SIGNING_KEY=ed25519_secret_<64 hex digits>     only for the trainer
     DELTA_WEIGHT_SYNC_PUBLIC_KEY=ed25519_public_<64 hex digits>      for readers; separate several by commas

@@ -1,7 +1,8 @@
 """Watches a run for newer versions: polls HEAD, wakes up when notified, and backs off from failures.
 
-Three kinds of failure are retried with growing pauses: the store does not answer, records cannot be read, or
-a version cannot be used. `Watcher.reset` ends all pauses. `Watcher.refresh` keeps pauses of the first kind.
+Each writer of a run has a HEAD, an object that names the writer's newest version. Three kinds of failure are
+retried with growing pauses: the store does not answer, records cannot be read, or a version cannot be used.
+`Watcher.reset` ends all pauses. `Watcher.refresh` keeps pauses of the first kind.
 """
 
 import contextlib
@@ -59,10 +60,10 @@ class Watcher:
         self._skipped: Problems = {}  # records that were skipped to find the newest version
         self._skipped_heads: Problems = {}
         self._asking = Backoff()  # delays polls after the store did not answer
-        self._finding = Backoff()  # delays reading the HEADs again that led to a failure
+        self._finding = Backoff()  # after a failure, delays reading again while the HEADs are the same
         self._using = Backoff()  # delays the next try of a version that could not be used
         self._mending = Backoff()  # delays the next search for a version after damaged HEADs
-        self._answered, self._fruitful = False, True  # store answered; last prompted poll found news
+        self._answered, self._fruitful = False, True  # store answered; last notification or poke had news
         self._newest = seen
         self.reset(seen.rank if seen else None)
 
@@ -70,7 +71,7 @@ class Watcher:
         """Make the next `check` poll and use the newest version, even if it was used before."""
         for each in (self._notifications, self._finding, self._using, self._mending):
             each.reset()
-        # Key of the known HEAD, number of polls, number of the last polls in a row that found no HEAD.
+        # Key of the HEAD of the newest version (the known HEAD), polls so far, polls since one found a HEAD.
         self._key, self._polls, self._empty = "", 0, 0
         self._found: dict[str, str] = {}  # key -> etag of each HEAD
         self._used: dict[str, str] | None = None  # `_found` as it was for the version used last
@@ -130,7 +131,7 @@ class Watcher:
         return ProtocolError("; ".join(map(str, self._skipped.values()))) if self._skipped else None
 
     def poll(self) -> Manifest | None:
-        """The newest version, or None if it was used already or its next try is not due.
+        """The newest version, or None if it was used already or if it is too early to try again.
 
         If a valid version is found, damaged records are not an error; `problem` names them. Otherwise raises
         `ProtocolError`, or `NoVersionError` if there is no version yet.
@@ -149,7 +150,7 @@ class Watcher:
             self._fetch_ahead(following, self._key)
         head = self._known_head() if known else None
         if head is None:
-            if not self._mending.allows(_STORE):  # `_finding` delays only HEADs that have not changed
+            if not self._mending.allows(_STORE):  # too early after damaged HEADs, even if they have changed
                 return None
             # Without a HEAD, the reader lists the whole run and rebuilds HEAD. So do this rarely.
             if self._empty < 2 or self._empty % _LIST_EVERY == 1:

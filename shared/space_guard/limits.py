@@ -63,16 +63,16 @@ class Limits:
     request_s: float
     unread_s: float  # seconds in which the client must read some of its answer
     head_bytes: int  # of a request, its body not counted
-    keep_active: bool  # whether visitors whose request is being answered are never closed to make room
+    keep_active: bool  # if true, no visitor's connection is closed to make room while it is being answered
 
 
 class _Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits.
 
-    `visitors` are the connections on which no key has come so far. If there are more than `max_visitors`, the
-    visitor's connection that was opened or answered longest ago is closed. So new clients can always connect,
-    and clients with the key keep their connections. If `key` is empty, every client that has sent a complete
-    head counts as having the key.
+    `visitors` are the connections on which no key has come so far, with `keep_active` only those that are not
+    being answered. If there are more than `max_visitors`, the one that was opened or answered longest ago is
+    closed. So new clients can always connect, and clients with the key keep their connections. If `key` is
+    empty, every client that has sent a complete head counts as having the key.
     """
 
     limits: Limits

@@ -254,7 +254,7 @@ def test_blame_shows_what_was_planted_first(broken):
 def test_blame_of_what_no_delta_leads_to(broken):
     result = command("blame", broken.url, "--version", 0)
     assert (result.code, result.output) == (1, "")
-    assert "version 0 was published as an anchor only: name a later version" in result.complaint
+    assert "published as a whole checkpoint, without a delta: name a later version" in result.complaint
 
 
 def test_blame_reads_deltas_that_were_coded_against_the_old_weights(tmp_path):

@@ -205,7 +205,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
     env = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env_port), "WORDLE_REPLICA_URL": replica_url}
-    # On a CPU, the trainer's process for rollouts lowers its priority by the same amount.
+    # The same low priority (nice 10) as the trainer's process for rollouts, if that runs on a CPU.
     processes.start("env", ["env_space.app"], env, nice=10)
     replica = replica_settings(policy, bucket_url, replica_port, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})

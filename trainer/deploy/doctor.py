@@ -1,6 +1,6 @@
 """Checks everything that a deployment and a trainer need, and names the fix for each problem.
 
-The checks also work before the first `up`: nothing that `up` makes has to exist yet.
+The checks also work before `python -m trainer.deploy up` has made the bucket, the Spaces and the keys.
 """
 
 import os
@@ -184,7 +184,7 @@ def _trainer_gpu(setup: Setup) -> str:
     if not (needs := memory.parts(setup.model, setup.config, max(1, len(room)))):
         return f"{setup.model} has no config from which its memory can be computed"
     if not room:
-        return f"this machine has none; train on one with {memory.words(needs)}"
+        return f"this machine has no GPU; train on a machine with a GPU of {memory.words(needs)}"
     if problem := memory.problem(needs, min(room)):
         raise DeployError(problem)
     each = f"each of {len(room)} GPUs needs" if len(room) > 1 else "needs"

@@ -55,7 +55,7 @@ def connect() -> HfApi:
         made.timeout = 60.0
         return made
 
-    # Call this first. Otherwise, the first bucket that is opened would call it later, and replace our client.
+    # Call `configure_clients` first. Else the first bucket that is opened calls it, and replaces our client.
     configure_clients()
     set_client_factory(client)
     logging.set_verbosity_error()  # otherwise the client warns if no file differs

@@ -111,7 +111,7 @@ def page_files(folder: Path) -> dict[str, Path | bytes]:
 
 
 def stage(app: App, out: Path) -> None:
-    """Write the repository of this Space to `out`. The result depends only on the checkout."""
+    """Write the files of the app's Space to `out`. The files depend only on the checkout."""
     for name, source in files(app).items():
         target = out / name
         target.parent.mkdir(parents=True, exist_ok=True)

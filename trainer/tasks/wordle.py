@@ -80,7 +80,7 @@ class WordleEnv:
         return played.observation
 
     async def get_reward(self) -> float | None:
-        """The game's reward, or None if the game expired or was lost. TRL does not score such a game."""
+        """The game's reward, or None after a `GameLostError`. TRL does not score a game without a reward."""
         if not self.done:  # the policy stopped calling the tool
             if self._turn == 0:
                 await self._call("POST", "/sessions", self._opening)

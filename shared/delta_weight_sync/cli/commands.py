@@ -83,8 +83,7 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     """Run the user's command for a version and return its exit code.
 
     {path}, {version} and {digest} are replaced by the version's folder, number and digest, each quoted for
-    the shell. If a signal ended the command, the code is negative or above 128.
-    """
+    the shell. If a signal ended the command, the code is negative or above 128."""
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
     # Another thread starts the command. In this thread, an exception of a signal handler could interrupt the
@@ -226,8 +225,9 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
     """Verify the versions one after the other, and yield the manifest of each.
 
     The oldest version is built as a joining replica builds it. Each later version is built from the version
-    before it and its delta. The newest version is also built as a joining replica builds it. An anchor is
-    checked together with its version. A jump is checked together with its base version, if a recipe or the
+    before it and its delta. The newest version is also built as a joining replica builds it. An anchor (a
+    whole checkpoint) is checked together with its version. A jump (a delta over several versions) is checked
+    together with the version at which the jump begins, if a joining replica would use the jump, or if the
     newest manifest names the jump. The disk holds at most two checkpoints at the same time."""
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
@@ -276,7 +276,7 @@ def _blame(arguments: Arguments) -> None:
     reader = _opened(arguments)
     manifest = reader.manifest(arguments.version)
     if not manifest.delta:
-        what = f"version {manifest.version} was published as an anchor only"
+        what = f"version {manifest.version} was published as a whole checkpoint, without a delta"
         raise ProtocolError(f"{what}: name a later version, whose delta shows what changed")
     with Scratch() as folder:
         deltas = [*map(Delta, reader.fetch_all(manifest.delta, folder))]
@@ -379,7 +379,7 @@ def _follow(arguments: Arguments) -> None:
     one step, after the new folder is complete and its digest is verified. A complete folder is never written
     again. The previous version stays until the build of the next one begins. If an object is damaged or the
     bucket is unreachable, the command says so and, without --once, keeps trying; DIR/current does not change.
-    You can kill the command at any moment. The next start keeps the version in DIR if its digest is right.
+    You can kill the command at any moment. The next start keeps the version in DIR if its files are intact.
 
     COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or
     did not run for the version in DIR, the next start runs it. {path} becomes the version's own folder,

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     latency = "time of a request to the Hub, without the transfer of its bytes (default: 100ms)"
     add("--latency", type=seconds, default=Question.latency, help=latency)
     add("--encoding", choices=(*cost.ENCODE,), default="fast", help="encoding of deltas (default: fast)")
-    kinds = "fp32 (default): fp32 master weights; fp32-start: first steps of fp32; bf16: no master weights"
+    kinds = "fp32 (default): fp32 master weights; fp32-start: same, early in a run; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
     add("--ranks", type=_positive, help="ranks of the trainer (default: as many as its memory needs)")
     add("--workers", type=_positive, help="workers of each replica (default: as many as its memory needs)")
@@ -80,7 +80,7 @@ a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight; its workers: {asked.w
 a machine has up to {cost.PER_MACHINE} ranks or workers: {machines}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made} requests per version, {plan.uploads} of them in sequence
-each replica makes {taken} requests per version, one of them to poll HEAD; {plan.fetches} are in sequence
+each replica makes {taken} requests per version, one of them to poll; {plan.fetches} are in sequence
 a request takes {time_text(asked.latency)}, and the transfer of its bytes takes time in addition
 request counts assume that the Hub announces versions; times assume that a replica polls every {POLL_S:.0f} s
 changes are spread like those of the measured models; clustered changes make smaller files
@@ -124,16 +124,16 @@ notification|{time(plan.notification_s)}|half of a poll interval; less with even
 fetch|{time(plan.fetch_s)}|generation goes on; over 1 link
 decode and stage|{time(plan.stage_s)}|generation goes on; {workers} with {threads} each
 commit|{time(plan.commit_s)}|generation waits
-hand-over to serving|{time(plan.hand_over_to_serving_s)}
+hand-over to serving|{time(plan.hand_over_to_serving_s)}|the sum, from `publish` until a replica serves
 
 versions per hour
-the trainer's link alone|{_figure(plan.link_versions_hour)}|{links}, jumps and anchors included
+the trainer's link alone|{_figure(plan.link_versions_hour)}|{links}, jumps and anchors (below) included
 the publisher|{_figure(plan.publisher_versions_hour)}
 each replica|{_figure(plan.replica_versions_hour)}
 published|{_figure(plan.published_hour)}|{pace}
-{max(STRIDES)} versions behind|{time(plan.behind_s)}|a replica catches up by one jump
+{max(STRIDES)} versions behind|{time(plan.behind_s)}|a replica catches up by one jump, a delta over them
 
-a replica that joins late (an anchor every {plan.anchor_every} versions)
+a replica that joins late (an anchor, a whole checkpoint, every {plan.anchor_every} versions)
 anchor|{time(plan.join_anchor_s)}|{size(plan.full)} over 1 link; its upload takes {time(plan.anchor_s)}
 jumps and deltas|{time(plan.join_deltas_s)}|halfway to the next anchor; fetch, decode, apply
 rebuild the checkpoint|{time(plan.join_rebuild_s)}|read, check the digest, write
@@ -146,7 +146,7 @@ copy a trainer state|{time(plan.copy_state_s)}|training waits; at most every {co
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}
-host memory of each rank|{size(plan.mirror)}|the mirror: tensors that the rank owns, and its blocks of others
+host memory of each rank|{size(plan.mirror)}|the mirror (bf16 copy): tensors that it owns, its shard of others
 a day's bucket, kept for a month|${plan.storage_usd_month:,.2f}|private, on the Hub
 replicas as Spaces|{spaces}
 

@@ -35,7 +35,7 @@ GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many 
 _FEW = 64  # a tensor with fewer changes is coded in mode `gaps` or `bands`, see `encode_jobs`
 _CLUSTERED = 4.0  # try a bitmask if adjacent changes are this many times as frequent as by chance
 _UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
-_BY_BAND = positions.cut(range(1, BANDS))  # weights of exponent e are in band e; see `_as_weights`
+_BY_BAND = positions.cut(range(1, BANDS))  # for weights from `_as_weights`: the exponent is the band
 _ZSTD_LEVEL = 1
 
 
@@ -225,7 +225,7 @@ def _move(index: Index, numels: Index, changes: Index) -> int:
 
 def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any], Streams]:
     """Code `ulps` [n], of changes in the bands `band_of` [n]. Return fields of `Group`, and the streams."""
-    # Coded like positions, but the items are changes: a run counts the small changes before a large change.
+    # Large changes are located like changes: a run counts the small changes before each large change.
     at = np.flatnonzero((ulps != _UP) & (ulps != _DOWN))
     if bands > 1:
         runs, changes, _ = positions.band_runs([_as_weights(band_of)], [at], _BY_BAND)
@@ -353,7 +353,7 @@ def _other_modes(patch: Patch) -> list[Mode]:
 def read_old(mode: Mode, names: Iterable[str], old: Old) -> dict[str, Bits]:
     """Return the old bits that `mode` needs, read in the order of `names`.
 
-    Do not call this in a thread of `in_order`. The argument `old` may take a lock. It may also exchange bits
-    with vLLM's other workers, and all workers must ask for the tensors in the same order.
+    Do not call this in the threads of `util.in_order`, which code groups in parallel. `old` may take a lock,
+    or exchange bits with vLLM's other workers, and all workers must ask for tensors in the same order.
     """
     return {name: old(name) for name in names} if LAYOUTS[mode].reads_old else {}

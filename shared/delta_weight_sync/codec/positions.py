@@ -42,7 +42,7 @@ def cut(limits: Sequence[int]) -> Cut:
 
 
 def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
-    """Choose the exponents that separate the bands. Some are 0 if the weights have few exponents.
+    """Choose seven exponents that separate the bands. If the weights have too few exponents, the first are 0.
 
     Begins with a band for each exponent. Until eight are left, joins the two neighbours whose union takes
     the fewest additional bits. The numbers of weights, changes and large changes come from samples.
@@ -72,7 +72,7 @@ def _bits(bands: Floats) -> Floats:
     """Return each band's expected bits. `bands`, [3, n]: numbers of weights, changes and large changes."""
     # Two sections per band (see `bits`): changes among the weights, and large changes among the changes.
     items, marked = bands[:2], bands[1:]
-    events = np.minimum(marked, items - marked)
+    events = np.minimum(marked, items - marked)  # a section lists the rarer items: marked, or not marked
     other = 1 - np.maximum(events, _NONE) / np.maximum(items, 1)  # the probability that an item is no event
     k = np.maximum(np.ceil(np.log2(LOG_LIMIT / np.log(other))), 0)
     longer = other**2**k  # the probability that a run has 2^k items or more
@@ -132,7 +132,7 @@ def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
 
 @kernel
 def band_walk(words: Words, state: State, old: Bits, cut: Cut, index: Index, band_of: Band) -> int:
-    """Like `bits.walk`, for the eight bands of `old` [numel]. Writes each change's band to `band_of` [n]."""
+    """Write each change's position to `index`, its band to `band_of`. Return their number; -1: damaged."""
     chunk, ranks, marked = _empty_chunk(), np.empty(_CHUNK, np.int64), np.empty(_BLOCKS, np.uint64)
     found = 0
     for start in range(0, old.size, _CHUNK):
@@ -169,7 +169,7 @@ def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
     masks[whole:], before[:, whole:] = 0, _NEVER
     rest = old.size - whole * LANES
     if rest > 0:
-        padded = np.full(LANES, 0x7FFF, np.uint16)  # padding is in the last band; `split` masks it
+        padded = np.full(LANES, 0x7FFF, np.uint16)  # in the last band, from which `split` removes padding
         padded[:rest] = old[whole * LANES :]
         split(padded, 0, (np.uint64(1) << np.uint64(rest)) - np.uint64(1), limits, masks[whole])
         _count(masks[whole], before[:, whole], totals)
@@ -200,7 +200,7 @@ def _band_runs(
             lower = (np.uint64(1) << np.uint64(place % LANES)) - np.uint64(1)
             rank = before[band, block] + ones(masks[block, band] & lower)
             runs[at], band_of[at] = carried[band] + rank, band
-            carried[band] = -1 - rank  # plus a later rank, this gives the weights between
+            carried[band] = -1 - rank  # adding the next change's rank gives the weights between the two
             at += 1
         for band in range(BANDS):
             carried[band] += totals[band]
@@ -213,7 +213,7 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
     masks, before, totals = chunk
     marked[:] = 0
     for band in range(BANDS):
-        if state[FLIPPED, band]:  # mark the whole band; the loop below removes the marks of the events
+        if state[FLIPPED, band]:  # the events are unchanged weights: mark all; the loop below unmarks them
             marked ^= masks[:, band]
         count = walk(words, state, band, totals[band], ranks)
         if count < 0:

@@ -2,8 +2,8 @@
 
 A rank may hold several contiguous stretches of a parameter. A tile is the part of a digest block (4096
 elements) that lies in one of these stretches. Each program of the kernels `find` and `keep` handles one tile.
-Kernels get addresses, so a mirror may also be in pinned host memory, which the GPU reads over the bus. `find`
-writes two tables:
+A mirror is a bf16 copy of a parameter as of the last sync. Kernels get addresses, so a mirror may also be in
+pinned host memory, which the GPU reads over the bus. `find` writes two tables:
 
     book    int64 [66 + tiles]. [0]: number of changes. [1]: number of changes to NaN or infinity. [2:66]:
             64 numbers whose sum is the change of the digest. [66 + tile]: `place * 8192 + count`; the tile's

@@ -60,7 +60,7 @@ class RepeatedSyncs:
     The bucket has the weights of these syncs, so they are not published again."""
 
     def __init__(self, published: Mapping[int, str]) -> None:
-        """`published`: sync -> digest of each version that the trainer makes again if it repeats exactly."""
+        """`published`: sync -> digest of the versions in the bucket that an exact repetition reproduces."""
         self._published = published
         # The newest sync that was repeated exactly. Before the first repetition, the oldest in `published`.
         self.newest = min(published, default=0)
@@ -99,11 +99,11 @@ class PendingUpdate:
 
 
 class Outbox:
-    """One rank's publishing half. In the trainer's thread, all ranks create their outboxes at the same time,
-    and publish at the same time. Only rank 0 has a `log`, and calls `flush`, `pin` and `pinned`. `writer` is
-    a `RunWriter` on rank 0, otherwise a `PartWriter`. `untrained`, on rank 0, returns the tensors that are
-    not trained. `untrained` gets the trained tensors' shapes, the names of the tensors that rank 0 owns, and
-    a function: name -> bits of a tensor that rank 0 owns.
+    """Publishes what one rank owns. In the trainer's thread, all ranks create their outboxes at the same
+    time, and publish at the same time. Only rank 0 has a `log`, and calls `flush`, `pin` and `pinned`.
+    `writer` is a `RunWriter` on rank 0, otherwise a `PartWriter`. `untrained`, on rank 0, returns the tensors
+    that are not trained. `untrained` gets the trained tensors' shapes, the names of the tensors that rank 0
+    owns, and a function: name -> bits of a tensor that rank 0 owns.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Outbox:
 
     def pin(self) -> bool:
         """Merge no later sync into the last one, so that a version will have exactly the last sync's weights.
-        Return False if none will come: the last sync is held back, but is not the newest version."""
+        Return False if no version will: the bucket has the last sync, but not as the newest version."""
         with self._changed:
             digest, newest = self.digest, self._writer.newest
             there = newest and newest.digest == digest and self._idle()
@@ -290,7 +290,7 @@ class Outbox:
         started, created_at = time.perf_counter(), time.time()
         names, by_name = list[str](), dict[str, list[Patch]]()
         # Compare without the lock: the comparison waits until the GPU has finished all work queued before.
-        # `own` finds changes of the tensors that this rank owns, `others` of this rank's blocks of the rest.
+        # `own` searches this rank's blocks of its own tensors; `others`, its blocks of other ranks' tensors.
         own, others = self.mirror.search(), self._shards.mirror.search()
         for name, tensor in weights:
             self.require_same(name, tensor.shape)

@@ -160,7 +160,7 @@ class Publisher:
     def repeated_sync(self) -> int:
         """The newest sync of an earlier trainer that this trainer has made again, with the same bits.
 
-        Such a sync is not published twice. Before the first one, this is the sync of the resumed state.
+        Such a sync is not published twice. At first, the value is the sync of the resumed state.
         """
         return self._outbox.repeated.newest
 
@@ -175,8 +175,8 @@ class Publisher:
         """
         with self._peers.fail_together():
             if self._outbox.version is not None:
-                # If the newest version could not be rebuilt, `shapes` is empty, and nothing is compared. The
-                # first `publish` then uploads all weights. A resumed trainer has restored them by that time.
+                # If the newest version could not be rebuilt, `shapes` is empty, and nothing is compared. Then
+                # the first `publish`, which comes after any `restore`, uploads all weights.
                 for name, tensor in checkpoint_weights(weights) if self._outbox.shapes else ():
                     self._outbox.require_same(name, tensor.shape)
                 return
@@ -258,7 +258,7 @@ class Publisher:
         if published and self.digest(published.items()) != found.record.digest:
             raise errors.StateError(
                 f"the weights of this state are not those of its version {found.record.version}:"
-                " it cannot be restored; start again, and call `save_state` right after `publish`"
+                " start a new run, and call `save_state` right after each `publish`"
             )
         self.sync = found.record.sync
         return found.record.extra

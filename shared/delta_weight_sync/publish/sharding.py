@@ -3,9 +3,9 @@
 Under FSDP2, each rank holds a block of each parameter (a `DTensor`). Once per sync, the rank finds the
 changes in its block and sends them to the tensor's owner. The owner mirrors the whole tensor, and encodes and
 uploads the tensor's changes. To find changes, every rank also mirrors its blocks of tensors that others own.
-The ranks begin these mirrors at the first sync. So at the start and at the first sync, an owner gets its
-tensors whole, one at a time. If a tensor's placements are not a plain block (see `is_block`), its owner gets
-it whole at every sync.
+The ranks begin these mirrors at the first sync. So at that sync, owners get their tensors whole, one at a
+time. (If rank 0 has weights before that, of the base or of the newest version, it sends the owners theirs.)
+If a tensor's placements are not a plain block (see `is_block`), its owner gets it whole at every sync.
 
 All ranks call the methods here in the same order. If one rank fails, all stop with that rank's message.
 """

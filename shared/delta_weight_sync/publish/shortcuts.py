@@ -53,8 +53,8 @@ class _Start:
             shutil.copytree(newest, self._path, dirs_exist_ok=True)
 
     def jump_is_due(self, version: int) -> bool:
-        """Whether a jump ends at `version`. The first jump may span only half of `stride` versions; a jump
-        after a backlog may span more than `stride`."""
+        """Whether a jump ends at `version`. The first jump spans at least half of `stride` versions. A later
+        jump spans `stride` versions, or more after a backlog."""
         return version % self.stride == 0 and version - self.version >= self.stride // 2
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
@@ -92,7 +92,7 @@ class Published(NamedTuple):
 
 
 class Shortcuts:
-    """Makes jumps and anchors. The outbox calls `restart` and `add`, in the order of versions."""
+    """Makes jumps and anchors. The outbox publishes versions; it calls `restart` and `add` in their order."""
 
     def __init__(self, writer: PartWriter, encoding: Encoding, keep: Keep | None) -> None:
         """`keep`: how much of the run stays in the bucket; None for everything. Only rank 0 deletes."""

@@ -1,7 +1,7 @@
 """Writes a run: files and manifest first, HEAD last, under keys that no other writer uses.
 
-Each rank of a trainer stores its own parts of deltas, jumps and anchors (`PartWriter`). Once all parts are
-stored, rank 0 names them in a manifest, and writes HEAD (`RunWriter`).
+Each rank of a trainer stores its own parts of deltas, of jumps (deltas over several versions) and of anchors
+(`PartWriter`). Once all parts are stored, rank 0 names them in a manifest, and writes HEAD (`RunWriter`).
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class PartWriter:
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
         """Upload this rank's part of the delta to `version`. On the Hub, an upload alone stores no object:
-        the part becomes an object when rank 0 calls `commit` with the part's receipt."""
+        the part becomes an object when rank 0, which gets the part's receipt, calls `commit`."""
         key = self.keys.delta(version, self.writer, self.part)
         self.receipts = {key: receipt} if (receipt := self.bucket.upload(key, data)) else {}
         return _delta(key, data, version - 1, version, changed)

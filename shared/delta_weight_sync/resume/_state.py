@@ -71,7 +71,7 @@ class StateSaver:
 
     def ready(self, *, final: bool) -> bool:
         """Whether a snapshot may be saved now. The last upload must have ended. If `every_s` is not 0, and
-        not `final`, its start must be at least `every_s` seconds ago, and at least ten times its duration."""
+        not `final`, that upload must have begun at least `every_s` seconds, and ten of its durations, ago."""
         return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
@@ -143,8 +143,8 @@ class FoundState:
         for rank in range(peers.rank, size, peers.size):
             self._file(rank)
         self._own = peers.rank if peers.rank < size else 0  # the saved rank that gives the random numbers
-        # `_fill` reads the objects in this order. `restore` has opened the first two already. Only rank 0
-        # saved unsharded tensors. The next ranks probably saved this rank's blocks, likeliest ranks first.
+        # The order in which `_fill` reads the saved objects. The first two are open already, and only rank 0
+        # saved unsharded tensors. Then come all ranks, those first that probably saved this rank's blocks.
         middle = (peers.rank + 0.5) * size / peers.size
         others = sorted(range(size), key=lambda rank: abs(rank + 0.5 - middle))
         self._nearest = [self._own, 0, *others]
@@ -239,11 +239,11 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
-    """Return sync -> digest of each sync that an exact repetition from `record` on makes again.
+    """Return sync -> digest of the syncs that a trainer makes again if it repeats exactly from `record` on.
 
-    `later`: the versions after `record`, newest first. A version is left out if a later version has the same
-    sync or an earlier one: a trainer then resumed from a state before the version, and did not repeat it. For
-    example, if the syncs of `later` are 8, 6, 7, 6 (newest first), the last two versions are left out."""
+    `later`: the versions after `record`, newest first. A version is left out if a newer version has the same
+    or a lower sync number: a trainer then went back to a state before the version, and did not repeat it. For
+    example, if `later` has the syncs 8, 6, 7, 6 (newest first), the 7 and the older 6 are left out."""
     line: list[Manifest] = []
     for manifest in later:
         if not line or manifest.sync < line[-1].sync:

@@ -184,7 +184,7 @@ def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dic
 def _require_plain(entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         fits = tensor.shape == parameter.shape and not any(p.is_partial() for p in tensor.placements)
-    else:  # only the main rank saves it; if the parameter is sharded, only a scalar is the same on all ranks
+    else:  # saved by the main rank alone: if the parameter is sharded, ranks agree only on scalars
         fits = not isinstance(parameter, DTensor) or not tensor.dim()
     known = type(tensor) in (torch.Tensor, torch.nn.Parameter, DTensor) and str(tensor.dtype) in _DTYPES
     if not (known and fits):

@@ -3,7 +3,7 @@
 Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
 AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. If these hold no keys, boto3 reads your profile in
 `~/.aws/credentials`; without this file, the machine's role is used. The store must show each put immediately,
-as AWS does, so no request checks a put. Decision 0008 explains obstore and the lack of conditional puts.
+as AWS does: no second request checks a put. Decision 0008 explains obstore and the lack of conditional puts.
 """
 
 from __future__ import annotations

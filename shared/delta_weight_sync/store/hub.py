@@ -175,7 +175,7 @@ class HubBucket(store.Bucket):
         url = f"{self._api.endpoint}/api/buckets/{self._id}/xet-write-token"
         with self._explained(objects[-1][0], write=True):
             storage = refresh_xet_connection_info(file_data=XetFileData("", url), headers=headers)
-            on_disk = isinstance(objects[0][1], Path)  # such as an anchor, which may be partly in the storage
+            on_disk = isinstance(objects[0][1], Path)  # such as weights: the storage may have parts of them
             try:
                 with _uploads(os.getpid(), ask_storage=on_disk).new_upload_commit(
                     endpoint=storage.endpoint,

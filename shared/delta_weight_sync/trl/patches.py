@@ -184,7 +184,7 @@ def _require_same_mask(device: torch.device) -> None:
 
 def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
     out = varlen_attn(*packed, scale=scale, window_size=(before, 0), enable_gqa=True)
-    assert isinstance(out, torch.Tensor)  # a pair only with `return_aux`
+    assert isinstance(out, torch.Tensor)  # `varlen_attn` returns a pair only with `return_aux`
     return out
 
 

@@ -9,11 +9,11 @@ succeed, two more things happen between the same two steps. (vLLM itself does th
 - The label of new tokens changes. With async scheduling, a step may be under way on the device. Its results
   were computed with the old weights and keep the old label.
 
-A call is slow, because it waits for the API server's event loop twice and for the current step once. If the
-worker is in the engine's process, one call is enough to stage and commit. In this case, op "stage" returns a
-`Future`: vLLM's steps go on, and vLLM answers the call when staging is done. With the argument `then` (the
-arguments of a commit), "stage" also commits, after the step that runs when staging ends. The answer then has
-all fields that ops "staged" and "commit" would answer (see `worker`).
+Op "stage" prepares a commit while vLLM generates. Each call is slow, because it waits for the API server's
+event loop twice and for the current step once. If the worker is in the engine's process, one call can stage
+and commit: "stage" then returns a `Future`, so vLLM's steps go on, and vLLM answers when staging is done.
+With the argument `then` (the arguments of a commit), "stage" also commits, after the step that runs when
+staging ends. The answer then has all fields that ops "staged" and "commit" would answer (see `worker`).
 
 The module patches vLLM's `EngineCore`; `compat.toml` lists the code that the patch relies on. Before the
 first commit, `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results
@@ -111,12 +111,12 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
     if any("error" in answer for answer in answers):
         return answers
     forget_prefixes(core.scheduler.kv_cache_manager, core.scheduler.requests.values())
-    # `batch_queue` holds the steps under way. An earlier commit has put into `stale` the labels of those that
-    # began before that commit. All other steps began later, so they have the current label.
+    # `batch_queue` holds the steps under way. If some began before an earlier commit, `stale` already has
+    # their labels. The others began after that commit: add, for each of them, the label that is replaced now.
     stale: deque[str] = vars(core).setdefault(_STALE, deque())
     stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
     core._weight_version = label
-    # Each worker waited for the step under way. Subtract the shortest wait: its worker has paused ever since.
+    # Waiting for the step under way is no pause. So the pause begins when the first worker ends its wait.
     waited_s = min(answer["waited_s"] for answer in answers)
     answers[0]["pause_s"] = time.perf_counter() - started - waited_s
     return answers

@@ -89,7 +89,7 @@ _stock_dispatch: Any = None
 def _keep_weight_live(layer: Any, remove_weight: bool) -> None:
     if layer.weight.is_meta:  # a layer that this process does not have; vLLM's function packs nothing
         _stock_dispatch(layer, remove_weight)
-    elif layer.weight.ndim == 2:  # the kernels of convolutions take the weight as it is
+    elif layer.weight.ndim == 2:  # not a convolution, whose weight stays as loaded: see 3
         layer.cpu_linear = _LiveLinear(layer.weight)
 
 

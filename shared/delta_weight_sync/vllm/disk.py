@@ -1,8 +1,9 @@
 """A replica's folders, where the follower builds versions as checkpoints for vLLM and its workers.
 
-To build a version, the follower copies the version's anchor and applies deltas and jumps to the copy. The
-anchor stays on disk, so the next version with this anchor needs only deltas and jumps. All workers map the
-same files. The digest is not checked here, because the commit checks it.
+The follower is the replica's thread that takes versions from the bucket. To build a version, the follower
+copies the version's anchor (a whole checkpoint), and applies deltas and jumps (deltas over several versions)
+to the copy. The anchor stays on disk, so the next version with this anchor needs only deltas and jumps. All
+workers map the same files. The digest is not checked here, because the commit checks it.
 """
 
 import fcntl
@@ -24,8 +25,7 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
 
     vLLM executes or serves the folder's files (chat templates, weights). So `SettingsError` is raised if the
     folder belongs to another user (anyone can create one in /tmp), if every user may write to it, or if
-    another process has locked it. With `keep`, this process holds the lock until it ends, however it ends.
-    """
+    another process has locked it. With `keep`, this process holds the lock until it ends, however it ends."""
     path, problem = Path(folder), ""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class Layout:
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
         self._coming, self._deltas = self._anchors / "coming", folder / "deltas"
         self._wanted = 0  # bytes that `put` must fetch; 0 while it fetches nothing
-        self._fetched = 0  # of these, the bytes of the anchor, once the whole anchor is there
+        self._fetched = 0  # the anchor's bytes, once `put` has fetched the whole anchor; until then 0
         for left in (*folder.glob(".*.part"), *self._coming.glob(".*.part"), *folder.glob("*.safetensors")):
             left.unlink()
         for unfinished in (self._deltas, self._version):
@@ -95,8 +95,7 @@ class Layout:
     def _anchor(self, anchor: AnchorRef) -> Path:
         """Return the anchor's folder, whose name is the sha256 of the first weights file.
 
-        Fetches files that are missing or damaged. If a fetch fails, complete files stay for the next try.
-        """
+        Fetches files that are missing or damaged. If a fetch fails, complete files stay for the next try."""
         if not anchor.weights:
             raise ProtocolError(f"the anchor of version {anchor.version} has no weights")
         kept, size = self._anchors / anchor.weights[0].sha256, sum(ref.size for ref in anchor.files)

@@ -1,8 +1,8 @@
 """A running vLLM as its follower sees it: calls to all workers of all its engines.
 
-A data-parallel vLLM has several engines. Each engine stages and commits on its own, but the follower treats
-all engines as one: a version is served when all engines have it. If staging or a commit fails on one engine,
-the follower makes all engines join the version from a checkpoint.
+A data-parallel vLLM has several engines. Each engine stages a version (prepares the changes) and commits it
+(writes the changes) on its own, but the follower treats all engines as one: a version is served when all have
+it. If staging or a commit fails on one engine, the follower makes all engines join from a checkpoint.
 """
 
 import asyncio

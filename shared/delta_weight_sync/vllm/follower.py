@@ -2,9 +2,9 @@
 
 A follower is one thread, which watches the bucket, and fetches, stages, commits and reports versions.
 Normally the follower applies a version's deltas. If that is not possible, it joins: it builds a checkpoint of
-the version on disk (anchor, jumps and deltas), compares this with the live parameters, and commits what
-differs. A join works from any live weights; it is used for the first version, to heal, and to go back. vLLM
-generates meanwhile, and the digest of its live parameters proves the result.
+the version on disk (from an anchor, that is a stored checkpoint, and deltas), compares this with the live
+parameters, and commits what differs. A join works from any live weights; it is used for the first version, to
+heal, and to go back. vLLM generates meanwhile, and the digest of its live parameters proves the result.
 """
 
 import logging
@@ -72,7 +72,7 @@ class Follower:
         self._next_line = 0.0  # when a served version is logged again
         self._signed_by: str | None = None  # the key that signed the served version
         self._commits = deque[CommitEvent](maxlen=256)
-        # Delays after a failure to hold a version, after a start of vLLM, and after a failed join.
+        # Delays after a failure to go to the owner's version, after a start of vLLM, and after a failed join.
         self._holding, self._starting, self._joining = Backoff(), Backoff(), Backoff()
         self._refusal: errors.EngineError | None = None  # of a failed join while nothing was served
         self._served_last: Manifest | None = None  # like `serving`, but kept while nothing is served

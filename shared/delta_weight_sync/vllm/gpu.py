@@ -1,14 +1,14 @@
 """Does on a GPU, in Triton, what `vllm/memory.py` does on the host: the same arithmetic on the same table.
 
-Kernels take absolute addresses from the table, so one launch reaches all parameters. The work of a launch is
-a list: of tiles to hash or read, or of blocks of changes. Each Triton program does a part of it. So hashing,
-reading or committing takes a few launches and one or two waits, however many tensors the model has. Sums wrap
-at 2^64 and are spread over a few cells, which may be added in any order.
+Each row of the table has the address of a piece of a parameter. So one launch reaches all parameters.
+The work of a launch is a list: of tiles to hash or read, or of blocks of changes. Each Triton program does a
+part of it. So hashing, reading or committing takes a few launches and one or two waits, however many tensors
+the model has. Sums wrap at 2^64 and are spread over a few cells, which may be added in any order.
 
-Staging has its own stream, so that staging and vLLM do not wait for each other. A commit runs on vLLM's
-stream, between two steps. Staged data is on the device if it takes at most half of the free memory there.
-Otherwise it stays in pinned host memory, which kernels read over the bus. That is slower, but leaves the
-device's memory to the engine.
+Staging (the preparation of a commit) has its own stream, so that staging and vLLM do not wait for each other.
+A commit runs on vLLM's stream, between two steps. Staged data is on the device if it takes at most half of
+the free memory there. Otherwise it stays in pinned host memory, which kernels read over the bus. That is
+slower, but leaves the device's memory to the engine.
 """
 
 import contextlib
@@ -209,7 +209,7 @@ class DeviceMemory:
     known_digest = digest  # reading everything again is fast on a GPU
 
     def recheck(self) -> None:
-        """Do nothing, because each stage hashes everything."""
+        """Do nothing, because on a GPU `known_digest` hashes all live parameters again."""
 
     def read(self, parts: memory.Rows) -> Bits:
         """Read live bits. `parts` is int64 [p, 3]: row of the table, first element, number of elements."""
@@ -222,7 +222,7 @@ class DeviceMemory:
         return out.numpy().view(np.uint16)
 
     def prepare(self, changes: memory.Changes) -> tuple[memory.Step, int]:
-        """Return the step that writes the changes, and the change of this worker's share of the digest."""
+        """Return a `Step` that writes the changes, and what they add to this worker's share of the digest."""
         arrays = (changes.blocks(BLOCK), changes.element, changes.ulps.view(np.int16))
         with self._staging():
             blocks, element, ulps = self._upload(arrays, also=changes.ulps.nbytes)

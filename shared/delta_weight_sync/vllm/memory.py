@@ -105,7 +105,7 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 
 @kernel
 def _bounds(rows: Rows, found: Index, index: Index) -> None:
-    """Narrow each row's range of `index` (kept in `found`, see `_find`) to positions that the row spans."""
+    """Narrow ranges to positions that their row spans. `found` has a range of `index` for each row."""
     for p in range(found.shape[1]):
         row, low, high = rows[found[0, p]], found[1, p], found[2, p]
         near, end = index[low:high], row[FIRST] + 1
@@ -118,10 +118,10 @@ def _bounds(rows: Rows, found: Index, index: Index) -> None:
 
 @kernel
 def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements, amount: Bits) -> None:
-    """Write element number and ulps of each change that lies in a row of `found` to `element` and `amount`.
+    """Find the changes that lie in rows. Put their numbers in the row in `element`, their ulps in `amount`.
 
     `found`, int64 [3, p], has the numbers of rows, then the start and the end of each row's range of `index`,
-    narrowed by `_bounds`. Each end is replaced by the number of changes that were found in the row.
+    narrowed by `_bounds`. `_find` replaces each end by the number of changes that it found in the row.
     """
     at = 0
     for p in range(found.shape[1]):
@@ -356,7 +356,7 @@ def _look(
         _places(row, TARGET, numbers, places)
         for j in range(numbers.size):  # only reads, so that many waits for memory overlap
             bits[j] = memory[places[j]]
-        # If a row of one dimension has the same stride in both, `places` already fits the checkpoint, too.
+        # Now the places in the checkpoint. If a row has one dimension and equal strides, they are the same.
         if row[SIZES + DIMS - 2] != 1 or row[SOURCE + DIMS - 1] != row[TARGET + DIMS - 1]:
             _places(row, SOURCE, numbers, places)
         seed = np.uint64(row[SEED])

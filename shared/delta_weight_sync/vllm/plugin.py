@@ -30,7 +30,7 @@ def register() -> None:
             _log.warning("this vLLM follows no run: DELTA_WEIGHT_SYNC_RUN also needs VLLM_PLUGINS=%s", NAME)
         return
     # By default, a Python thread runs for 5 ms while others wait. vLLM's processes have several busy threads,
-    # so the follower, a stage or generation could wait that long before each short call.
+    # so the follower, staging or generation could wait that long before each short call.
     sys.setswitchinterval(0.0005)
     if parent is None and "DELTA_WEIGHT_SYNC_RUN" in os.environ:
         from delta_weight_sync.vllm.server import check, settings_from

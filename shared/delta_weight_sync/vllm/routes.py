@@ -45,7 +45,7 @@ _DEPTH = 4  # objects between module and tensor; module.quant_method.moe_kernel.
 _OPAQUE = (torch.nn.Module, torch.Tensor, type, ModuleType, FunctionType, str, bytes, int, float)
 _CHUNK = 1 << 22  # elements hashed at a time on a device; int64 temporaries take 100 MB
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # as an int64: multiplying by it mixes the bits of a position
-_COMPILERS = ("torch", "vllm.compilation")  # not searched: keep inputs and outputs of captured graphs
+_COMPILERS = ("torch", "vllm.compilation")  # not searched: hold a captured graph's inputs and outputs
 
 Names = tuple[str, ...]
 Shapes = Mapping[str, Sequence[int]]
@@ -130,7 +130,7 @@ def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
         if reason := recorder.load([name for name in shapes if name not in failed]):
             raise RouteError(f"vLLM's loader fails on probes ({reason})")
         recorder.unroutable |= failed
-        recorder.reached |= touched  # filled, because a commit that changes a failed tensor loads it again
+        recorder.reached |= touched  # counts as filled: a commit that changes a failed tensor loads it again
     for name, parameter in model.named_parameters():
         if parameter.numel() and storage_of(parameter) not in recorder.reached:
             raise RouteError(
@@ -355,7 +355,7 @@ def ownership(
     """Decide which pieces each rank adds to the digest, so that every element counts once.
 
     Returns for each rank {name: indices of pieces}, then {name: reason} for tensors without a route. If ranks
-    hold equal parts, the first of them adds it. Raises `RouteError` if unequal parts overlap or leave gaps.
+    hold equal parts, the first such rank adds it. Raises `RouteError` if unequal parts overlap or leave gaps.
     """
     owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
     unroutable: dict[str, str] = {}

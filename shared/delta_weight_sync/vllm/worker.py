@@ -5,7 +5,7 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="warm")                               -> {"done"}    begins to compile, in a thread
     delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins to stage, in a thread
-    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, with all that differs
+    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    stages what differs from it
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "live_at"}
 
@@ -16,9 +16,9 @@ under way; neither `commit_s` nor the pause that `_step_commit` measures contain
 moment at which all workers had written, as this host's unix time.
 
 A commit reads back what it wrote in place. To notice other code that writes to the live parameters, a worker
-hashes these parameters again: on a GPU all at each stage, on a CPU slice by slice within `RECHECK_S`. If a
-hash differs, the worker refuses this stage (on a GPU) or the next stage (on a CPU). The follower then repairs
-the weights by a join.
+hashes them again. On a GPU, every stage first hashes all parameters. On a CPU, a thread hashes slice after
+slice, all of them within `RECHECK_S`. If a hash differs, the worker refuses the stage (on a CPU, the next
+stage). The follower then repairs the weights by a join.
 
 A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
 patch such a tensor in place. So if a commit changes one such tensor, it loads all such tensors by vLLM's own
@@ -82,8 +82,8 @@ class Ranks:
             self._near, _ = dist.new_subgroups_by_enumeration(
                 sorted(by_host), timeout=_TIMEOUT, backend="gloo"
             )
-        self.near = next(ranks for ranks in by_host if self.rank in ranks)  # of the workers on this host
-        self.place = self.near.index(self.rank)  # of this worker in `near`
+        self.near = next(ranks for ranks in by_host if self.rank in ranks)  # ranks of this host's workers
+        self.place = self.near.index(self.rank)  # index of this worker in `near`
 
     def gather(self, mine: Any, *, near: bool = False) -> list[Any]:
         """Return `mine` (plain data) of every worker, by rank. With `near`, of every worker on this host."""
@@ -97,7 +97,7 @@ class Ranks:
         """Send `found[i]` to the i-th worker in `near`. Returns all changes that this worker was sent."""
         sizes = self.gather([(c.rows.size, c.element.size) for c in found], near=True)
         coming = [sent[self.place] for sent in sizes]
-        # The first two arrays of `Changes` have one item per row, and the other two have one per element.
+        # The first two arrays of `Changes` have an item per table row, and the other two an item per change.
         columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)
         return Changes(*(swap(each, [size[which] for size in coming], self._near) for each, which in columns))
 
@@ -217,11 +217,11 @@ class LiveWeights:
         ranks, kept = self._ranks, self._fallback.bits
         with ranks.fail_together():
             deltas = [codec.Delta(path) for path in paths]
-            # The workers of a host can divide the decoding, and then swap the changes that they found. Found
-            # changes take five times the bytes of the file. So workers of different hosts do not swap, and
-            # few changes are not worth a swap. There are two cases in which every worker decodes everything:
-            # decoding needs old bits (all workers must call `self.bits` for the same tensors), or the files
-            # are of several versions (`codec.merged` cannot divide these).
+            # The workers of a host can divide the decoding, and then swap the changes that they found.
+            # Different hosts do not swap, because found changes take five times the bytes of the file.
+            # Every worker decodes everything in three cases: there are too few changes; or decoding needs old
+            # bits (all workers must call `self.bits` for the same tensors); or the files are of several
+            # versions (`codec.merged` cannot divide these).
             divisible = len({d.version for d in deltas}) == 1 and not any(d.reads_old for d in deltas)
             divided = divisible and sum(delta.changes for delta in deltas) >= _MANY
             tables = self._tables if divided else [self._table]  # of the workers that decode together
@@ -244,8 +244,8 @@ class LiveWeights:
         return self._staged(self._differences(wanted), reloaded, self.digest())
 
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Changes]:
-        """Yield how this worker's parameters differ from a checkpoint: one item for each part of a table row.
-        Parameters are read in batches of such parts."""
+        """Yield how this worker's parameters differ from a checkpoint. The rows of the table are cut into
+        blocks. Each block yields one item, and each read takes a batch of blocks."""
         names = np.repeat([*self._table.number], np.diff(self._table.starts[:-1])).tolist()
         blocks = cut(self._table.parts, _BATCH)
         batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
@@ -401,7 +401,7 @@ def _unsupported(config: Any) -> str:
     """Which of vLLM's settings rules out commits, and the fix; "" if none does."""
     parallel, without = config.parallel_config, "; start vLLM without it"
     reasons = {
-        # In the engines of other models, vLLM sets `data_parallel_size` to 1.
+        # vLLM sets this value to 1 in the engines of a model that is not a mixture of experts.
         "a mixture of experts with --data-parallel-size cannot take commits, because its engines compute each"
         " step together; start one replica for each engine instead": parallel.data_parallel_size != 1,
         "--enable-eplb moves experts away from where deltas go" + without: parallel.enable_eplb,
