@@ -427,8 +427,7 @@ def call(worker: Any, op: str, **arguments: Any) -> Answer:
 
 
 def _failed(error: BaseException) -> Answer:
-    """The answer for an error: its message, and its kind. For an error of another library, the message begins
-    with the error's type."""
+    """The answer for an error. If another library raised it, its type precedes the message."""
     if isinstance(error, errors.DeltaWeightSyncError):
         return {"error": f"{error}", "kind": error.kind}
     return {"error": f"{type(error).__name__}: {error}", "kind": "unexpected"}
