@@ -223,7 +223,7 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Accept the earlier trainer's syncs up to `sync`, because both trainers had their weights."""
+        """Accept the earlier trainer's syncs up to `sync`: at these, both trainers had the same weights."""
         self._model_version_value.inherited = sync
 
 

@@ -63,7 +63,7 @@ def main() -> None:
 
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
-    # Without `token_budget`, TRL would ask a vLLM server for its limit. But none may serve before version 0.
+    # Without `token_budget`, TRL would ask a vLLM server for its limit, but perhaps none runs yet.
     if config.token_budget is None:
         raise SystemExit("--token_budget is missing: set the max tokens of a forward pass, or 0 for no limit")
     if not config.use_cpu and (problem := gpu_build.problem()):
@@ -182,8 +182,8 @@ def make_trainer(
 class PolicyTrainer(BucketGRPOTrainer):
     """Trains norms and biases at `norm_rate`. If that is 0, all weights are trained at `learning_rate`.
 
-    Norms are a thousandth of the weights or less, and decide how confident a policy is. More confidence is
-    the first thing that RL teaches. With their own rate, norms learn this while few other weights change.
+    Norms are about a thousandth of the weights or less, and decide how confident a policy is. More confidence
+    is the first thing that RL teaches. With their own rate, norms learn this while few other weights change.
     """
 
     norm_rate = 0.0

@@ -1,4 +1,4 @@
-"""Simulates fleets, and prints a table of docs/fleet.md: the first, or with `--changed` the second."""
+"""Simulates fleets, and prints a table of docs/fleet.md: five fleets, or with `--changed` variants of two."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def quota_of(kind: str) -> str:
 
 
 def standard(name: str, account: str, one: Figures) -> dict[str, str]:
-    """A column of the first table."""
+    """A column of the table of five fleets."""
     asked, limits = one.asked, ACCOUNTS[account]
     per_hour = 3600 / asked.step_s
     plan = Plan(
@@ -147,7 +147,7 @@ def standard(name: str, account: str, one: Figures) -> dict[str, str]:
 
 
 def changed(name: str, one: Figures) -> list[str]:
-    """A row of the second table."""
+    """A row of the table of variants."""
     joins = f"{len(one.fleet.joins)}, {time_text(median(one.fleet.joins))}" if one.fleet.joins else ""
     lags = map(time_text, (one.lag, one.p95, one.longest))
     peaks = (f"{one.peak[quota]:,}" for quota in Limits._fields)
@@ -158,7 +158,7 @@ def main() -> None:
     """Run the scenarios, and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.fleet", description=__doc__)
     parser.add_argument(
-        "--changed", action="store_true", help="print the second table: fleets with one thing changed"
+        "--changed", action="store_true", help="print the other table: fleets with one thing changed"
     )
     logging.getLogger("delta_weight_sync").setLevel(logging.ERROR)  # replicas log warnings during outages
     if parser.parse_args().changed:

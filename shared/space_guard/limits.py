@@ -69,10 +69,10 @@ class Limits:
 class _Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits.
 
-    `visitors` are the connections on which no key has come so far, with `keep_active` only those that are not
-    being answered. If there are more than `max_visitors`, the one that was opened or answered longest ago is
-    closed. So new clients can always connect, and clients with the key keep their connections. If `key` is
-    empty, every client that has sent a complete head counts as having the key.
+    `visitors` are the HTTP connections on which no key has come so far, with `keep_active` only those that
+    are not being answered. If there are more than `max_visitors`, the one that was opened or answered longest
+    ago is closed. So new clients can always connect, and clients with the key keep their connections. If
+    `key` is empty, every client that has sent a complete head counts as having the key.
     """
 
     limits: Limits
@@ -262,7 +262,7 @@ class LogLimit(logging.Filter):
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        # In a minute, a line's saved budget pays for half of its records, and the new budget for the rest.
+        # A line of code can save up half of its records, and earns the other half within a minute.
         self._rate, self._dropped = RateLimit(per_minute / 120, per_minute / 2, clock), Counter[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:

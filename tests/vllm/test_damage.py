@@ -125,7 +125,7 @@ def test_a_replica_joins_by_the_anchor_before_a_damaged_one(run, bucket, followe
 def test_a_trainer_that_goes_on_makes_up_for_a_damaged_file(run, bucket, damage, monkeypatch) -> None:
     """It looks at what its newest version needs now and then; a file that is written over looks different."""
     monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
-    monkeypatch.setattr("delta_weight_sync.publish.writer.ANCHOR_PAYS", 1000.0)
+    monkeypatch.setattr("delta_weight_sync.records.ANCHOR_PAYS", 1000.0)
     run.steps(5 - run.version)  # by then it has seen every file of version 4
     first = run.reader.manifest().deltas[0]
     damage(bucket, first)
@@ -158,7 +158,7 @@ def test_it_tries_again_where_the_new_anchor_could_not_be_stored(run, bucket, da
 def test_it_finds_damage_that_is_older_than_its_first_look(run, bucket, monkeypatch, has_base) -> None:
     """Without the base model's files it would store anchor after anchor, and mend nothing."""
     monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
-    monkeypatch.setattr("delta_weight_sync.publish.writer.ANCHOR_PAYS", 1000.0)
+    monkeypatch.setattr("delta_weight_sync.records.ANCHOR_PAYS", 1000.0)
     config, writer = run.reader.manifest().anchor.files[-1], run.outbox._writer
     writer.assets = writer.assets if has_base else None
     corrupt(bucket, config)

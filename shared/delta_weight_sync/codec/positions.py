@@ -42,7 +42,7 @@ def cut(limits: Sequence[int]) -> Cut:
 
 
 def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
-    """Choose seven exponents that separate the bands. If the weights have too few exponents, the first are 0.
+    """Choose seven exponents that separate the bands. If the weights have too few, begin the list with zeros.
 
     Begins with a band for each exponent. Until eight are left, joins the two neighbours whose union takes
     the fewest additional bits. The numbers of weights, changes and large changes come from samples.
@@ -169,7 +169,7 @@ def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
     masks[whole:], before[:, whole:] = 0, _NEVER
     rest = old.size - whole * LANES
     if rest > 0:
-        padded = np.full(LANES, 0x7FFF, np.uint16)  # in the last band, from which `split` removes padding
+        padded = np.full(LANES, 0x7FFF, np.uint16)  # padding, in the last band; `split` masks it there
         padded[:rest] = old[whole * LANES :]
         split(padded, 0, (np.uint64(1) << np.uint64(rest)) - np.uint64(1), limits, masks[whole])
         _count(masks[whole], before[:, whole], totals)

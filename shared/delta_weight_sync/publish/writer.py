@@ -143,7 +143,8 @@ class RunWriter(PartWriter):
         """Find out whether a file of the newest version is missing or has changed, so that an anchor is due.
 
         The run is listed every `_EVERY` versions, or at each call while there is damage. Each small file of
-        the checkpoint is read once. Weights and deltas are not: this writer has written or read them itself.
+        the checkpoint is read until a listing finds no damage. Weights and deltas are not: this writer has
+        written or read them itself.
         """
         newest = self.newest
         if newest is None or self._new_anchor or newest.version < self._intact + _EVERY:
@@ -312,7 +313,7 @@ class RunWriter(PartWriter):
         try:
             self.bucket.put_all(objects, self.receipts)
         except BucketError:
-            self._require_ownership()  # the put may have failed because a successor removed this HEAD
+            self._require_ownership()  # if another trainer took over, that is the error to report
             raise
 
     def _reference(self, manifest: Manifest) -> FileRef:
