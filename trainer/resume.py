@@ -94,8 +94,8 @@ class SaveState(TrainerCallback):
 
     @property
     def saved(self) -> bool:
-        """Whether the publisher has a copy of the present state to upload. False in the middle of a step."""
-        return self._synced and not self._syncs
+        """Whether the present state was uploaded, or is being uploaded. False in the middle of a step."""
+        return self._synced and not self._syncs and self._publisher.state_failure is None
 
     def _sync(self) -> None:
         if not (self._synced or self._in_step):

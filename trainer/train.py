@@ -127,7 +127,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
 
         if stop.signal:
             sys.exit(finish_early(publisher, states, stop))
-        newest = states.finish()  # the end of the `with` block waits until the state is in the bucket
+        newest = states.finish()  # the end of the `with` block waits for the upload of the state
         digest = publisher.digest(trainer.weights())
         if log and watch:
             ended: Literal["time", "steps"] = "time" if stop.out_of_time else "steps"

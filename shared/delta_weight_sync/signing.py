@@ -123,10 +123,8 @@ def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | Non
         environ[SIGNING_KEY] = _word(signing_key, SIGNING_KEY, _SECRET)
     signing, trusted = keys_in(environ)
     if trusted and not signing:
-        raise KeyFormatError(
-            f"readers that trust {trusted} would refuse versions without a signature: set {SIGNING_KEY},"
-            f" or unset {PUBLIC_KEY}"
-        )
+        fix = f"set {SIGNING_KEY}, or unset {PUBLIC_KEY}"
+        raise KeyFormatError(f"readers that trust {trusted} would refuse versions without a signature: {fix}")
     return signing, trusted
 
 
@@ -179,8 +177,6 @@ def _parsed(text: str, kind: str, variable: str) -> bytes:
     """The 32 bytes of a key. The error does not quote the text, which may be a secret."""
     found = re.fullmatch(f"{kind}([0-9a-f]{{64}})", text.strip())
     if not found:
-        raise KeyFormatError(
-            f"{variable} is not a key: write {kind} and 64 hex digits, as `delta-weight-sync keygen FILE`"
-            " writes"
-        )
+        fix = f"write {kind} and 64 hex digits, as `delta-weight-sync keygen FILE` writes"
+        raise KeyFormatError(f"{variable} is not a key: {fix}")
     return bytes.fromhex(found[1])

@@ -367,10 +367,8 @@ def _judge(command: str, version: FollowedVersion) -> bool | None:
     if code in _NOT_STARTED:
         raise CommandError(f"--eval could not be started (exit code {code}): try it in a shell on a checkout")
     if not 0 <= code <= _UNKNOWN:
-        raise CommandError(
-            f"--eval returned exit code {code} for version {version.version}; expected 0 (good), 1 to 124"
-            " (bad) or 125 (unknown)"
-        )
+        expected = "expected 0 (good), 1 to 124 (bad) or 125 (unknown)"
+        raise CommandError(f"--eval returned exit code {code} for version {version.version}; {expected}")
     return None if code == _UNKNOWN else code == 0
 
 

@@ -124,8 +124,6 @@ def band_runs(
 
 def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
     """Split `numbers` by band, and keep their order."""
-    if bands == 1:
-        return [numbers]
     ends = np.bincount(band_of, minlength=bands).cumsum()
     return np.split(numbers[np.argsort(band_of, kind="stable")], ends[:-1])
 
@@ -169,7 +167,8 @@ def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
     masks[whole:], before[:, whole:] = 0, _NEVER
     rest = old.size - whole * LANES
     if rest > 0:
-        padded = np.full(LANES, 0x7FFF, np.uint16)  # padding, in the last band; `split` masks it there
+        # Pad with weights of the last band, because `split` leaves out padding in the last band only.
+        padded = np.full(LANES, 0x7FFF, np.uint16)
         padded[:rest] = old[whole * LANES :]
         split(padded, 0, (np.uint64(1) << np.uint64(rest)) - np.uint64(1), limits, masks[whole])
         _count(masks[whole], before[:, whole], totals)

@@ -157,6 +157,11 @@ class Publisher:
         return self._writer.writer.term if self._writer else 0
 
     @property
+    def state_failure(self) -> Exception | None:
+        """Why the newest upload of a state failed; None if it did not fail."""
+        return self._saver.failure
+
+    @property
     def repeated_sync(self) -> int:
         """The newest sync of an earlier trainer that this trainer has made again, with the same bits.
 

@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 class PartWriter:
-    """Stores what one rank owns of a run. `part` makes this rank's keys differ from other ranks' keys."""
+    """Stores what one rank owns of a run. `part` is in the keys of this rank's deltas and jumps."""
 
     def __init__(self, reader: RunReader, writer: Writer, newest: Manifest | None, part: str = "") -> None:
         self.reader, self.bucket, self.keys = reader, reader.bucket, reader.keys
@@ -92,7 +92,7 @@ class RunWriter(PartWriter):
         self._considered = 0  # length of `_jumps` when `_decided` was made
         self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was last found intact
         self._intact = 0  # the last version whose files were all found as published
-        self._damaged = False  # whether a file was missing or changed when the run was last listed
+        self._damaged = False  # whether the last listing found damage that no anchor has repaired
         self._started = time.time()
         self.on_version: Callable[[Manifest], object] | None = None  # called after each published version
         self.newest = self._claim(others)
@@ -142,9 +142,9 @@ class RunWriter(PartWriter):
     def look_for_damage(self) -> None:
         """Find out whether a file of the newest version is missing or has changed, so that an anchor is due.
 
-        The run is listed every `_EVERY` versions, or at each call while there is damage. Each small file of
-        the checkpoint is read until a listing finds no damage. Weights and deltas are not: this writer has
-        written or read them itself.
+        The run is listed every `_EVERY` versions, or at each call while there is damage. A listing shows
+        whether the size or etag of a file has changed. Until a listing has found no damage, each small file
+        of the checkpoint is also read and hashed. Weights and deltas are never read here.
         """
         newest = self.newest
         if newest is None or self._new_anchor or newest.version < self._intact + _EVERY:

@@ -85,9 +85,7 @@ class StateSaver:
         if self.thread:
             self.thread.join(timeout_s)
             if self.thread.is_alive():
-                raise TimeoutError(
-                    f"the state is not in the bucket after {timeout_s:.0f} s: check the network"
-                )
+                raise TimeoutError(f"the state is not in the bucket after {timeout_s:g} s: check the network")
 
     def _run(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         started = time.monotonic()

@@ -9,11 +9,12 @@ succeed, two more things happen between the same two steps. (vLLM itself does th
 - The label of new tokens changes. With async scheduling, a step may be under way on the device. Its results
   were computed with the old weights and keep the old label.
 
-A `collective_rpc` call is slow, whatever its op: it waits for the API server's event loop twice and for the
-current step once. Usually, a commit needs three ops: "stage" begins to prepare it while vLLM generates,
-"staged" asks whether that is done, and "commit" writes. If the worker is in the engine's process, one call of
-"stage" does all: it returns a `Future`, so vLLM's steps go on. With the argument `then` (the arguments of a
-commit), it also commits, after the step that runs when staging ends. Its answer has the fields of all three.
+A commit needs three ops (see `worker`): "stage" begins to prepare it while vLLM generates, "staged" asks
+whether the preparation is done, and "commit" writes. Each call of `collective_rpc` is slow, whatever its op,
+because the call waits for the API server's event loop twice and for the current step once. So if the worker
+is in the engine's process, a single call does all three: "stage" with the argument `then`, which holds the
+arguments of "commit". This call returns a `Future`, so that vLLM's steps go on. Once the preparation is done,
+the engine commits after the current step, and the call's answer has the fields of all three answers.
 
 The module patches vLLM's `EngineCore`; `compat.toml` lists the code that the patch relies on. Before the
 first commit, `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results
@@ -143,9 +144,10 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
         if request.num_computed_tokens:
             # A hash covers the tokens of all blocks up to its own, but not the weights. Without a salt, a new
             # request that begins with the same tokens would find the blocks that this request fills later.
-            # Its blocks that were in the map need no salt, because vLLM does not add them again. But vLLM
-            # computes a block's hash from the hash of the block before. So the hash of the last of these
-            # blocks gets the salt, too. Only 16 bytes of it are kept, so a new salt replaces an older one.
+            # The blocks that this request has filled are not added to the map again, so they need no salt.
+            # But vLLM computes the hash of the next block from the hash of the last filled block, so that
+            # hash gets the salt, too. A salted hash is the salt, then the last 16 bytes of the hash before.
+            # So a second salt takes the place of the first one.
             salt, known = os.urandom(16), request.block_hashes
             request.cache_salt = salt.hex()  # for the first block, if it has no hash yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)
