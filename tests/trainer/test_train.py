@@ -36,7 +36,7 @@ from trainer.resume import SaveState
 from trainer.settings import Settings
 from trainer.spaces import Spaces
 from trainer.stop import LIMIT_S
-from trainer.train import main, train
+from trainer.train import finish_early, main, train
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 BUCKET = "hf://buckets/team/read-only"
@@ -149,6 +149,17 @@ def test_the_state_at_the_end_is_that_of_the_last_step(steps, cut, done, interru
     states.finish()
     words = {"_sync_weight": "sync", "save_state": "save"}
     assert [words[call[0]] for call in trainer.mock_calls if call[0] in words] == done
+
+
+@pytest.mark.parametrize("failure", [None, OSError("disk full")])
+def test_a_stopped_trainer_says_that_its_state_is_saved_if_it_is(failure, capsys):
+    trainer = mock.MagicMock(state_failure=failure, is_main=True, resumed_from=None)
+    trainer.progress.return_value = Progress(1, {}, 0, ())
+    trainer.callback_handler.model = torch.nn.Linear(1, 1)
+    states = SaveState(trainer, trainer, every=20)
+    states.on_train_begin(None, None, None)
+    finish_early(trainer, states, SimpleNamespace(left_s=1.0, signal=signal.SIGTERM))
+    assert ("the state is saved" in capsys.readouterr().out) == (failure is None)
 
 
 @pytest.mark.live
