@@ -142,6 +142,22 @@ def test_a_run_whose_files_are_damaged_goes_on_with_a_new_anchor(make_run, tmp_p
     assert "the next sync uploads all weights" in caplog.text
 
 
+def test_a_pin_is_answered_while_the_version_is_stored_but_still_in_flight(make_run, monkeypatch):
+    """The thread that published the version makes no further announcement that could answer the pin."""
+    run, stored, go_on = make_run(), threading.Event(), threading.Event()
+    monkeypatch.setattr(run.outbox.shortcuts, "add", lambda *_: stored.set() or go_on.wait(60))
+    run.move()
+    run.publish()
+    assert stored.wait(60)
+    assert run.outbox.pin()
+    answer = threading.Thread(target=run.outbox.pinned, daemon=True)
+    answer.start()
+    answer.join(20)
+    go_on.set()
+    assert not answer.is_alive()
+    assert run.outbox.pinned() == run.flush()
+
+
 def test_anchors_keep_the_way_in_short(make_run, tmp_path):
     run = make_run()
     run.rate = 0.05  # nearly every weight changes: a delta costs about as much as the model

@@ -137,6 +137,7 @@ class Outbox:
         self._held = False  # the newest sync is held back, because the bucket has it
         self._pinned: tuple[str, Manifest | None] = "", None  # digest of the pinned sync; manifest if stored
         self._busy, self._closed = False, False
+        self._reported = True  # whether the version in flight, if any, is in the bucket already
         self._failure: BaseException | None = None
         self._trouble: errors.BucketError | None = None  # why the version in flight is not in the bucket yet
         self._changed = threading.Condition()
@@ -219,7 +220,8 @@ class Outbox:
         Return False if no version will: the bucket has the last sync, but not as the newest version."""
         with self._changed:
             digest, newest = self.digest, self._writer.newest
-            there = newest and newest.digest == digest and self._idle()
+            pending = not self._reported or (self._updates and not self._held)
+            there = newest and newest.digest == digest and not pending
             if self._held and not there:
                 return False
             self._pinned = digest, newest if there else None
@@ -382,7 +384,7 @@ class Outbox:
                 # Rank 0 takes its update here; the other ranks do so below, after they have met rank 0. In
                 # between, no rank merges a sync into this update, because rank 0 decides that (see `_add`).
                 job = self._updates.pop(0) if self._peers.main and not self._closed else None
-                self._busy = True
+                self._busy, self._reported = True, False
             try:
                 with self._thread_peers.fail_together():
                     met = self._thread_peers.exchange((self._closed, self.shortcuts.stored()))
@@ -491,6 +493,7 @@ class Outbox:
             )
         )
         with self._changed:
+            self._reported = True
             if manifest.digest == self._pinned[0]:
                 self._pinned = manifest.digest, self._pinned[1] or manifest
 
