@@ -181,7 +181,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 return answer
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
-                # Such a refusal is final. In other cases, a replica may be waking up, or be behind (503).
+                # Most statuses from 400 to 499 are final. Otherwise, try again: the replica may be waking up.
                 if 400 <= status < 500 and status not in (408, 425, 429):
                     raise RolloutError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:

@@ -37,6 +37,7 @@ _READABLE = "set SPACE_HF_TOKEN to a token that may read it, and add its URL to 
 _SENDABLE = re.compile(r"[!-~]*")
 # Only URLs that all programs parse in the same way: no user name, no backslash, no host that ends in a dot.
 _URL = re.compile(r"(?a)(https?)://([\w.-]*\w|\[[\da-f:]+\])(?::(\d+))?(?:/.*)?", re.IGNORECASE)
+_own: dict[str, list[str]] = {}  # value of `SPACES` -> URLs as last read, in case a file cannot be read again
 
 
 class SpacesUnavailableError(RuntimeError):
@@ -234,9 +235,6 @@ def headers(url: str, kind: Kind = "replica") -> dict[str, str]:
         raise ValueError("SPACE_HF_TOKEN is HF_TOKEN, which may write: set it to a token of type Read")
     found = {"X-Space-Key": key, "Authorization": token and f"Bearer {token}"}
     return {name: value for name, value in found.items() if value}
-
-
-_own: dict[str, list[str]] = {}  # value of `SPACES` -> URLs as last read, in case a file cannot be read again
 
 
 def _own_origin(url: str) -> tuple[str, str, int] | None:

@@ -112,8 +112,8 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         trainer = make_trainer(settings, config, task, publisher, worker, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)
         trainer.add_callback(states)
-        # Add `stop` last. After the callback of `stop`, a signal interrupts immediately, and would cut off
-        # any callback that comes later.
+        # Add `stop` last. Its callback runs at the end of each step; from then on, a signal interrupts
+        # immediately. A callback that ran after it could be cut off.
         trainer.add_callback(stop)
 
         with stop.interruptible():

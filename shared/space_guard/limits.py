@@ -262,7 +262,7 @@ class LogLimit(logging.Filter):
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        # A line of code can log half of its records together, and the other half during the next minute.
+        # A line of code can save up `per_minute / 2` records, and earns as many within the minute.
         self._rate, self._dropped = RateLimit(per_minute / 120, per_minute / 2, clock), Counter[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:

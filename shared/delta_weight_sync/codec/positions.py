@@ -167,7 +167,7 @@ def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
     masks[whole:], before[:, whole:] = 0, _NEVER
     rest = old.size - whole * LANES
     if rest > 0:
-        # Pad with weights of the last band, because `split` leaves out padding in the last band only.
+        # `split` clears the bits of padding in the last band only. So the padding must be in that band.
         padded = np.full(LANES, 0x7FFF, np.uint16)
         padded[:rest] = old[whole * LANES :]
         split(padded, 0, (np.uint64(1) << np.uint64(rest)) - np.uint64(1), limits, masks[whole])

@@ -142,9 +142,10 @@ class RunWriter(PartWriter):
     def look_for_damage(self) -> None:
         """Find out whether a file of the newest version is missing or has changed, so that an anchor is due.
 
-        The run is listed every `_EVERY` versions, or at each call while there is damage. A listing shows
-        whether the size or etag of a file has changed. Until a listing has found no damage, each small file
-        of the checkpoint is also read and hashed. Weights and deltas are never read here.
+        The run is listed every `_EVERY` versions, or at each call while there is damage. A listing has the
+        sizes and etags of files. This writer knows the right etags only after its first listing without
+        damage. Until then, it also reads and hashes each small file of the checkpoint. It reads no weights
+        and deltas here.
         """
         newest = self.newest
         if newest is None or self._new_anchor or newest.version < self._intact + _EVERY:

@@ -275,8 +275,7 @@ class DeviceMemory:
 
 
 def _tiles(table: memory.Table) -> tuple[memory.Rows, memory.Rows]:
-    """The tiles that `digest_whole` hashes, and those that `digest` hashes. Together they cover all elements
-    that this worker adds to the digest."""
+    """The tiles for `digest_whole`, and those for `digest`: together all elements that this worker hashes."""
     rows, tiles = table.rows, cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
     flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)
     contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # last strides

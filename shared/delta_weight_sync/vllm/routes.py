@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
-        """Refuse each tensor of which a place is written again: by a copy of probe `by`, or by a fill ("").
+        """Refuse a run's tensors whose copies are overwritten: by a copy of probe `by`, or by a fill ("").
 
         Raises `RouteError` if a copy overwrites another probe's copy.
         """
