@@ -177,6 +177,6 @@ def _parsed(text: str, kind: str, variable: str) -> bytes:
     """The 32 bytes of a key. The error does not quote the text, which may be a secret."""
     found = re.fullmatch(f"{kind}([0-9a-f]{{64}})", text.strip())
     if not found:
-        fix = f"write {kind} and 64 hex digits, as `delta-weight-sync keygen FILE` writes"
-        raise KeyFormatError(f"{variable} is not a key: {fix}")
+        rest = "64 hex digits, as `delta-weight-sync keygen FILE` writes"
+        raise KeyFormatError(f"{variable} is not a key: write {kind} and {rest}")
     return bytes.fromhex(found[1])
