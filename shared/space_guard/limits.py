@@ -143,7 +143,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
-        if self.limits.keep_active:
+        if self.limits.keep_active and self._answering():  # an answer may precede the end of the body
             self.visitors.pop(self, None)
         super().on_message_complete()
 

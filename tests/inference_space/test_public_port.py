@@ -257,8 +257,8 @@ HALF += b"Content-Type: application/json\r\nContent-Length: 1\r\n\r\n"
 @pytest.mark.finding("N3")
 @pytest.mark.parametrize(
     ("said", "busy", "keep_active"),
-    [(ASK + b"\r\n", 1, True), (ASK + b"\r\n", 1, False), (HALF, 0, True)],
-    ids=["after an answer", "in the environment", "half a body"],
+    [((ASK + b"\r\n",), 1, True), ((ASK + b"\r\n",), 1, False), ((HALF,), 0, True), ((HALF, b"x"), 0, True)],
+    ids=["after an answer", "in the environment", "half a body", "the rest of a body after the answer"],
 )
 def test_the_longest_idle_visitor_is_evicted_and_no_trainer(said, busy, keep_active):
     """Of visitors that were answered, the first `busy` ask again."""
@@ -272,8 +272,9 @@ def test_the_longest_idle_visitor_is_evicted_and_no_trainer(said, busy, keep_act
         for number in range(MAX_VISITORS + 10):
             visitors.append(Link(port))
             for link in (visitors[-1], *(visitors[:busy] if number == MAX_VISITORS - 1 else ())):
-                link.send(said)
-                await asyncio.sleep(0.001)
+                for part in said:
+                    link.send(part)
+                    await asyncio.sleep(0.001)
         return trainer.open, [link.open for link in visitors]
 
     stays, visitors = running(scenario)
