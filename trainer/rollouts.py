@@ -96,8 +96,8 @@ class Conversation:
         self._turns: list[TurnRecord] = []
 
     def add_turn(self, prompt: list[int], output: list[int], headers: Mapping[str, str], last: int) -> None:
-        """Record an answer and the syncs that its headers name. Syncs after `last` are of another trainer,
-        and this trainer lacks their weights. Their tokens stay `UNKNOWN`; `_oldest` gets `last` for them."""
+        """Record an answer and the syncs that its headers name. This trainer has the weights of the syncs up to
+        `last`. Tokens of later syncs, which are another trainer's, stay `UNKNOWN`; these count as `last`."""
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
         syncs = np.full(len(output), UNKNOWN)
         for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):

@@ -3,9 +3,9 @@
     python -m trainer.train --config trainer/configs/wordle_tiny.yaml --bucket hf://buckets/me/wordle \\
         --run first --replicas https://me-vllm.hf.space --env_url https://me-wordle.hf.space
 
-Rollouts come from the replicas over HTTPS. After each optimizer step the trainer puts the changed weights
-into the bucket, and the replicas fetch them from there. If a trainer ends, is killed or crashes, the same
-command resumes the run. Read `train` from top to bottom.
+Rollouts come from the replicas over HTTPS. After each optimizer step (or every `weight_sync_steps`), the
+trainer puts the changed weights into the bucket, and the replicas fetch them from there. If a trainer ends,
+is killed or crashes, the same command resumes the run. Read `train` from top to bottom.
 
 For several processes, write `accelerate launch --use_fsdp --fsdp_version 2 -m` instead of `python -m`. Then
 each rank publishes its tensors and saves its part of the state, and only the main rank talks to replicas.
@@ -112,8 +112,8 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         trainer = make_trainer(settings, config, task, publisher, worker, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)
         trainer.add_callback(states)
-        # Add `stop` last. Its callback runs at the end of each step; from then on, a signal interrupts
-        # immediately. A callback that ran after it could be cut off.
+        # Add `stop` last. Its callback runs at the end of each step. From then on, a signal interrupts a
+        # trainer of one process immediately, and would cut off a callback that runs later.
         trainer.add_callback(stop)
 
         with stop.interruptible():
@@ -153,8 +153,8 @@ def make_trainer(
         if config.use_cpu and config.world_size == 1:
             with contextlib.suppress(TimeoutError):
                 publisher.flush(_HEAD_START_S)
-        # A resumed trainer first repeats syncs of the earlier trainer, and does not publish them again. So
-        # replicas serve the earlier trainer's versions, and the worker must accept the syncs of that trainer.
+        # While a resumed trainer repeats the earlier trainer's syncs exactly, it does not publish them again.
+        # Replicas then serve the earlier trainer's versions, so the worker must accept that trainer's syncs.
         if worker:
             worker.inherit(publisher.repeated_sync)
 

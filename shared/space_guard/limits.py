@@ -69,10 +69,10 @@ class Limits:
 class _Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits.
 
-    `visitors` are the HTTP connections on which no key has come so far, with `keep_active` only those that
-    are not being answered. If there are more than `max_visitors`, the one that was opened or answered longest
-    ago is closed. So new clients can always connect, and clients with the key keep their connections. If
-    `key` is empty, every client that has sent a complete head counts as having the key.
+    `visitors` are the HTTP connections on which no key has come so far. If `keep_active` is true, those that
+    are being answered do not count. If there are more than `max_visitors`, the one that was opened or
+    answered longest ago is closed. So new clients can always connect, and clients with the key keep their
+    connections. If `key` is empty, every client that has sent a complete head counts as having the key.
     """
 
     limits: Limits

@@ -145,9 +145,9 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
             # A hash covers the tokens of all blocks up to its own, but not the weights. Without a salt, a new
             # request that begins with the same tokens would find the blocks that this request fills later.
             # The blocks that this request has filled are not added to the map again, so they need no salt.
-            # But vLLM computes the hash of the next block from the hash of the last filled block, so that
-            # hash gets the salt, too. A salted hash is the salt, then the last 16 bytes of the block's own
-            # hash. So a second salt takes the place of the first one.
+            # But vLLM computes the hash of the next block from the hash of the last filled block, and
+            # therefore that hash gets the salt, too. A salted hash is the salt, then the last 16 bytes of the
+            # block's own hash. So a second salt takes the place of the first one.
             salt, known = os.urandom(16), request.block_hashes
             request.cache_salt = salt.hex()  # for the first block, if it has no hash yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)

@@ -130,7 +130,7 @@ def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
         if reason := recorder.load([name for name in shapes if name not in failed]):
             raise RouteError(f"vLLM's loader fails on probes ({reason})")
         recorder.unroutable |= failed
-        recorder.reached |= touched  # counts as filled: a commit that changes a failed tensor loads it again
+        recorder.reached |= touched  # of failed tensors; in commits, vLLM's loader fills these parameters
     for name, parameter in model.named_parameters():
         if parameter.numel() and storage_of(parameter) not in recorder.reached:
             raise RouteError(
@@ -210,9 +210,9 @@ class Recorder(TorchDispatchMode):
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
-        """Refuse a run's tensors whose copies are overwritten: by a copy of probe `by`, or by a fill ("").
+        """Mark tensors as unroutable whose copies a fill (`by` is "") or a new copy of probe `by` overwrites.
 
-        Raises `RouteError` if a copy overwrites another probe's copy.
+        Raises `RouteError`, which refuses the model, if a copy overwrites a copy of another probe.
         """
         for tensor in written:
             numel, part = tensor.untyped_storage().nbytes() // tensor.element_size(), part_of(tensor)
@@ -491,7 +491,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     wide = flat.view(torch.int16) if flat.element_size() > 1 else flat.view(torch.uint8).to(torch.int16)
     if not flat.is_cpu:
         return tensor.shape, 0 if flat.is_meta else hashed(wide)
-    # Imported late, because a starting vLLM patches the kernels of all loaded modules and crashes on numba's.
+    # Imported late, because it imports numba: a vLLM that starts would find numba's kernels, and crash.
     from delta_weight_sync.digest import tensor_digest
 
     return tensor.shape, tensor_digest("", wide.numpy().view("uint16"))
