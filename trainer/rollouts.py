@@ -97,7 +97,7 @@ class Conversation:
 
     def add_turn(self, prompt: list[int], output: list[int], headers: Mapping[str, str], last: int) -> None:
         """Record an answer and the syncs that its headers name. This trainer has the weights of syncs up to
-        `last`. Tokens of later syncs, which are another trainer's, stay `UNKNOWN`; these count as `last`."""
+        `last`. Tokens of later syncs stay `UNKNOWN`. In the age of the answer, they count as `last`."""
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
         syncs = np.full(len(output), UNKNOWN)
         for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):

@@ -143,7 +143,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
-        if self.limits.keep_active and self._answering():  # an answer may precede the end of the body
+        if self.limits.keep_active and self._answering():  # perhaps the answer is complete already
             self.visitors.pop(self, None)
         super().on_message_complete()
 

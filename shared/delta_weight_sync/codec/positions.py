@@ -42,7 +42,7 @@ def cut(limits: Sequence[int]) -> Cut:
 
 
 def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
-    """Choose seven exponents that separate the bands. If the weights have too few, begin the list with zeros.
+    """Choose seven exponents that separate the bands. With too few exponents, the list begins with zeros.
 
     Begins with a band for each exponent. Until eight are left, joins the two neighbours whose union takes
     the fewest additional bits. The numbers of weights, changes and large changes come from samples.

@@ -210,9 +210,9 @@ class Recorder(TorchDispatchMode):
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
-        """Mark tensors as unroutable whose copies a fill (`by` is "") or a new copy of probe `by` overwrites.
+        """Probe `by` is copied to `written`. Earlier copies there become unroutable. A fill has `by` = "".
 
-        Raises `RouteError`, which refuses the model, if a copy overwrites a copy of another probe.
+        Raises `RouteError`, which refuses the model, if an earlier copy there is of another probe.
         """
         for tensor in written:
             numel, part = tensor.untyped_storage().nbytes() // tensor.element_size(), part_of(tensor)
