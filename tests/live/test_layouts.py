@@ -41,7 +41,8 @@ def _examine(root: Path, names: list[str], ranks: int) -> dict[str, list[dict[st
         with log.open("wb") as stderr:
             children.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment))
     outputs = [child.communicate()[0].decode() for child in children]
-    assert not any(child.returncode for child in children), [log.read_text()[-500:] for log in logs]
+    ended = [child.returncode for child in children]
+    assert not any(ended), f"{ended}\n" + "\n".join(log.read_text()[-2000:] for log in logs)
     found = [[json.loads(line) for line in output.splitlines() if line[0] == "{"] for output in outputs]
     return {name: [facts for lines in found for facts in lines if facts["model"] == name] for name in names}
 
