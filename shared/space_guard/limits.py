@@ -220,9 +220,13 @@ class _Server(uvicorn.Server):
 def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: Any) -> None:
     """Serve `app` with uvicorn's `options` until SIGTERM or SIGINT; then the process ends within 30 s."""
     server = _Server(uvicorn.Config(app, **options))
-    # After uvicorn has stopped, it restores this handler and raises SIGTERM again. The handler then exits
-    # in the ordinary way, which removes temporary folders.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    def leave(number: int, frame: Any) -> None:
+        server.handle_exit(number, frame)  # stops uvicorn even if some code swallows the `SystemExit`
+        sys.exit(128 + number)  # in the ordinary way, which removes temporary folders
+
+    # After uvicorn has stopped, it restores this handler and raises SIGTERM again.
+    signal.signal(signal.SIGTERM, leave)
     with suppress(KeyboardInterrupt):
         server.run(sockets)
     if not server.started:

@@ -98,3 +98,27 @@ def test_a_request_and_a_thread_that_never_end_do_not_hold_a_server(tmp_path: Pa
     assert list(tmp_path.iterdir()) != []
     assert ended(process) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_whose_exit_is_swallowed_still_ends_a_server() -> None:
+    """As in a `__del__` or a callback, where Python only reports the exception."""
+    program = """
+import os, signal, time, uvicorn
+from space_guard.limits import serve
+
+plain = uvicorn.Config.get_loop_factory
+
+
+def interrupted(config):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    except SystemExit:
+        return plain(config)
+
+
+uvicorn.Config.get_loop_factory = interrupted
+serve(None, host="127.0.0.1", port=0, lifespan="off")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=PATIENCE_S, check=False)
+    assert done.returncode in (0, 128 + signal.SIGTERM)

@@ -332,12 +332,8 @@ class Publisher:
         return to_hex(sum(self._peers.exchange(own)))
 
     def close(self) -> None:
-        """Stop; syncs that were not flushed may be lost.
-
-        Raises:
-            BucketError: Writing the log failed.
-            TimeoutError: The upload of a state takes too long.
-        """
+        """Stop; syncs that were not flushed may be lost. Raises `BucketError` if writing the log failed, and
+        `TimeoutError` if the upload of a state takes too long."""
         self._resources.close()
         self._saver.wait(_TIMEOUT_S)
 
