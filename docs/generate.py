@@ -34,7 +34,6 @@ PACKAGES = (
     "trainer",
     "inference_space",
     "env_space",
-    "docs/examples",
 )
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
 _OUTWARD = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+)([\w./-]+)(#[\w-]+)?\)")

@@ -113,10 +113,8 @@ def guesses(length: int = LENGTH) -> frozenset[str]:
 
 
 def answers(n: int | None = None, length: int = LENGTH) -> tuple[str, ...]:
-    """The first `n` answers (None: all) of `length` letters, in the order of the words' sha256.
-
-    Raises SettingsError if there are fewer answers.
-    """
+    """The first `n` answers (None: all) of `length` letters, in the order of the words' sha256. Raises
+    SettingsError if there are fewer answers."""
     words = sorted(_read(f"answers-{length}.txt"), key=lambda word: sha256(word.encode()).digest())
     if n is not None and n > len(words):
         raise SettingsError({"WORDLE_ANSWERS": f"there are only {len(words)} answers of {length} letters"})

@@ -85,7 +85,7 @@ class Replica:
 
 
 def replica_headers(url: str, key: str) -> dict[str, str]:
-    """Headers with the replica's `key` and, if `url` is a Space of this Space's owner, with the Hub token."""
+    """Headers with the replica's `key`. If `url` looks like a Space of this owner, also the Hub token."""
     owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # hyphens, as in host names
     space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
     same_owner = owner and re.fullmatch(space, url, re.IGNORECASE)

@@ -139,7 +139,7 @@ def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: SpaceFollower) -
 
 
 def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:
-    """Serve `app` until SIGTERM. If more than `MAX_VISITORS` connections lack `key`, close the oldest."""
+    """Serve `app` until SIGTERM, with limits for clients without `key` (see `space_guard.limits`)."""
     logging.getLogger("uvicorn.error").addFilter(LogLimit(LOG_LINES))
     open_files(MAX_FILES)
     serve(

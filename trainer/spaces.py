@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ _READABLE = "set SPACE_HF_TOKEN to a token that may read it, and add its URL to 
 _SENDABLE = re.compile(r"[!-~]*")
 # Only URLs that all programs parse in the same way: no user name, no backslash, no host that ends in a dot.
 _URL = re.compile(r"(?a)(https?)://([\w.-]*\w|\[[\da-f:]+\])(?::(\d+))?(?:/.*)?", re.IGNORECASE)
-_own: dict[str, list[str]] = {}  # value of `SPACES` -> URLs as last read, in case a file cannot be read again
+_own = defaultdict[str, set[str]](set)  # value of `SPACES` -> the URLs that it has named so far
 
 
 class SpacesUnavailableError(RuntimeError):
@@ -145,10 +146,8 @@ def probe(url: str, kind: Kind) -> Answer:
 
 
 def request(url: str, method: str, path: str, kind: Kind = "replica", **content: Any) -> httpx.Response:
-    """Send a request with this Space's credentials.
-
-    Raises `httpx.TransportError` if there is no answer, `SpacesUnavailableError` for an unusable URL or key.
-    """
+    """Send a request with this Space's credentials. Raises `httpx.TransportError` if there is no answer,
+    `SpacesUnavailableError` for an unusable URL or key."""
     try:
         content["headers"] = headers(url, kind)
         with httpx.stream(method, f"{url.rstrip('/')}{path}", timeout=10.0, **content) as answer:
@@ -241,12 +240,13 @@ def _own_origin(url: str) -> tuple[str, str, int] | None:
     """Scheme, host and port of `url` if `SPACES` lists a URL with the same three; otherwise None."""
     origin = _origin(url)
     listed = os.environ.get("SPACES", "")
+    own = _own[listed]
     try:
-        _own[listed] = expand(listed.split())
+        own.update(expand(listed.split()))
     except OSError as error:
-        if listed not in _own:
+        if not own:  # otherwise the file is perhaps being replaced
             raise ValueError(f"SPACES must have URLs or files with URLs; this is neither: {error}") from error
-    return origin if origin in map(_origin, _own[listed]) else None
+    return origin if origin in map(_origin, own) else None
 
 
 def _variable(name: str) -> str:

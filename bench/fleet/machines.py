@@ -22,11 +22,11 @@ from greenlet import getcurrent
 
 from bench.fleet.clock import Clock, Condition, Event, Group, Pipe
 from bench.fleet.hub import UNLIMITED, FolderBucket, Hub, Limits, Link, OneMachine, SimBucket, Sized, stand_in
-from delta_weight_sync import cost, reader, runlog, util, watch
+from delta_weight_sync import cost, reader, records, runlog, util, watch
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import outbox, shortcuts, writer
-from delta_weight_sync.records import Manifest, parse
+from delta_weight_sync.records import Manifest
 from delta_weight_sync.store import hub
 from delta_weight_sync.vllm import follower
 from delta_weight_sync.vllm.engine import Times
@@ -104,6 +104,11 @@ class Scenario:
         return min(size, 2.0 * self.params)
 
 
+def _computing(scenario: Scenario, clock: Clock) -> Callable[[float], object]:
+    """How a trainer spends the time that `plan` predicts. `OneMachine` has the measured time instead."""
+    return (lambda _: None) if scenario.one_machine else clock.sleep
+
+
 class Many:
     """The positions or values of a patch: only their number."""
 
@@ -138,7 +143,8 @@ class Codec:
     """In place of `delta_weight_sync.codec` and of files with weights: takes time, computes nothing."""
 
     def __init__(self, scenario: Scenario, clock: Clock) -> None:
-        self._scenario, self._sleep, self._disk = scenario, clock.sleep, dict[Path, CountedBits]()
+        self._scenario, self._disk = scenario, dict[Path, CountedBits]()
+        self._sleep = _computing(scenario, clock)
 
     def merge(self, first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
         """As `codec.merge`."""
@@ -203,7 +209,7 @@ class CountedMirror:
     """In place of the `Mirror` of a rank's own tensor."""
 
     def __init__(self, scenario: Scenario, clock: Clock) -> None:
-        self._scenario, self._sleep = scenario, clock.sleep
+        self._scenario, self._sleep = scenario, _computing(scenario, clock)
         self._bits, self.digest = CountedBits(""), 0
 
     def add(self, name: str, _: object) -> None:
@@ -434,7 +440,8 @@ class Fleet:
             "delta_weight_sync.store.notifications": {"threading": clock.threading},
             hub: both | {"random": self.rng},
             watch: {"monotonic": clock.seconds},
-            reader: {"ThreadPoolExecutor": clock.executor, "parse": functools.cache(parse)},
+            reader: {"ThreadPoolExecutor": clock.executor},
+            records: {"parse": functools.cache(records.parse)},
             runlog: {"threading": clock.threading},
             writer: {
                 "time": clock.time,

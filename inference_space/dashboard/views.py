@@ -56,9 +56,7 @@ class OpenedDelta:
 
 def open_delta(paths: Iterable[Path]) -> OpenedDelta:
     """Read a delta from its parts. If they are small and need no old weights, decode how far weights moved.
-
-    Raises `CodecError` if a file is not a delta, or lists too many tensors.
-    """
+    Raises `CodecError` if a file is not a delta, or lists too many tensors."""
     tensors, modes, why = list[TensorRow](), list[str](), ""
     distances = np.zeros(2 * FAR + 1, np.int64)  # elements that moved by -FAR, ..., FAR
     for path in paths:

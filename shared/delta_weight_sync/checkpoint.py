@@ -168,7 +168,8 @@ class Base:
 
         Args:
             trained: Shapes of the tensors that the trainer publishes.
-            own: Names of the tensors that this rank owns.
+            own: Names of the tensors that this rank owns. The largest one is compared with the checkpoint.
+                (If this rank owns only norms, that proves little, because many models have equal norms.)
             bits: Returns the bits of the tensor with a given name, one of `own`.
 
         Raises:

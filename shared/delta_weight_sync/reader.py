@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from delta_weight_sync import checkpoint, errors, records
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.records import AnchorRef, FileRef, Head, Manifest, Rank, Writer, parse, reference
+from delta_weight_sync.records import AnchorRef, FileRef, Head, Keys, Manifest, Rank, Recipe, Writer
 from delta_weight_sync.signing import Kind, PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 from delta_weight_sync.util import in_order
@@ -84,7 +84,7 @@ class RunReader:
     """
 
     def __init__(self, bucket: Bucket, run: str, public_keys: PublicKeys | None = None) -> None:
-        self.bucket, self.keys = bucket, records.Keys(run)
+        self.bucket, self.keys = bucket, Keys(run)
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
         self._unreadable = set[str]()  # keys of files that were missing or damaged at their last fetch
         self._ahead: dict[str, Future[bytes]] = {}  # objects that are fetched before anything needs them
@@ -144,7 +144,7 @@ class RunReader:
         except errors.ObjectMissingError:
             return None
 
-    def recipe(self, manifest: Manifest, held: int | None = None) -> records.Recipe:
+    def recipe(self, manifest: Manifest, held: int | None = None) -> Recipe:
         """Like `Manifest.recipe`, but without files that could not be read, if they can be avoided."""
         return manifest.recipe_without(self._unreadable, held) or manifest.recipe(held)
 
@@ -367,7 +367,7 @@ class RunReader:
                 continue
             if all(there.get(file.key) == file.size for file in manifest.recipe().files):
                 same = manifest.model_dump(include={"run", "born", "version", "writer_term", "writer"})
-                return Head(**same, manifest=reference(key, manifest))
+                return Head(**same, manifest=records.reference(key, manifest))
         return None
 
     def resolve(self, head: Head, problems: Problems | None = None) -> Manifest | None:
@@ -403,7 +403,7 @@ class RunReader:
         data = self._fetched_ahead(key) or self.bucket.get(key)
         if isinstance(source, FileRef):
             source.check(data)
-        record = parse(kind, data, key)
+        record = records.parse(kind, data, key)
         if record.run != self.keys.run:
             raise errors.ProtocolError(f"{key} belongs to run {record.run!r}: it was not used")
         self.public_keys.signer(record, key)
@@ -434,7 +434,7 @@ def _manifests(keys: Iterable[str]) -> Iterator[tuple[records.VersionKey, str]]:
     return ((parts, key) for parts, key in parsed if parts and parts.kind == "manifests")
 
 
-def remove_other_files(folder: Path, wanted: AnchorRef | records.Recipe) -> None:
+def remove_other_files(folder: Path, wanted: AnchorRef | Recipe) -> None:
     """Create `folder` if needed. Remove all its subfolders, and all files except those in `wanted`."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {ref.name for ref in wanted.files}

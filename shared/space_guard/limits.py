@@ -262,7 +262,7 @@ class Lane:
 
 
 class LogLimit(logging.Filter):
-    """Lets a line of code log at most `per_minute` records in any minute, and says how many were dropped."""
+    """Lets a line of code log at most `per_minute` (2 or more) records in any minute, and counts the rest."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -228,7 +228,7 @@ def test_a_version_that_cannot_be_judged_is_passed_over(broken, judge, tmp_path)
         ("false {path}", "", "the oldest version, 0, was not judged good"),
         ("no-such-program {path}", "", "--eval could not be started (exit code 127)"),
         ("kill -9 $$ # {path}", "", "--eval returned exit code -9 for version 40; expected 0"),
-        ("true", "", "use {path} or {version} in it"),
+        ("true", "", "use {path}, {version} or {digest} in it"),
         ("true {path}", "--bad 99", "has no version 99; its newest is version 40"),
     ],
 )

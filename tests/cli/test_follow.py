@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from delta_weight_sync import BucketError, FolderError, KeyFormatError, open_run
 from delta_weight_sync import follow as follow_versions
-from delta_weight_sync.checkout import RECORD
+from delta_weight_sync.checkout import RECORD, CheckpointFolder
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.publish.writer import RunWriter
@@ -419,3 +419,15 @@ def test_errors_of_a_single_version_are_raised_and_a_wrong_key_too(folder, tmp_p
         next(follow_versions(f"{(tmp_path / 'nothing').as_uri()}#run", folder, once=True))
     with pytest.raises(KeyFormatError, match="is neither a key"):
         next(follow_versions("file:///x#run", folder, public_key="ed25519_secret_1"))
+
+
+@pytest.mark.finding(13)
+def test_follow_removes_what_was_half_built_before_it_looks(tmp_path, folder):
+    run = Drifting(tmp_path / "bucket")
+    building = folder / ".building"
+    building.mkdir(parents=True)
+    (building / ".0f0e0d.part").write_bytes(b"half")
+    (folder / ".lock").touch()
+    with CheckpointFolder(run.reader, folder):
+        assert not building.exists()
+    run.close()

@@ -76,6 +76,14 @@ def test_round_trip_is_exact_for_every_bit_pattern(tmp, encoding, seed, share, s
     np.testing.assert_equal(applied(delta_file(tmp, old, new, encoding), old), new)
 
 
+@pytest.mark.parametrize("encoding", LEVELS)
+def test_every_bf16_pattern_can_become_every_other_nearby_one(tmp, encoding):
+    old = {"w": np.arange(65536, dtype=np.uint16)}
+    for step in (1, 2, 32768, 65535):
+        new = {"w": old["w"] + np.uint16(step)}
+        np.testing.assert_array_equal(applied(delta_file(tmp, old, new, encoding), old)["w"], new["w"])
+
+
 def test_each_kind_of_change_gets_the_mode_that_is_cheapest_for_it(tmp):
     rng = np.random.default_rng(0)
     sparse = {"w": weights(rng, 400, 500)}

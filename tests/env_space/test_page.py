@@ -211,7 +211,8 @@ def test_without_a_replica_the_refusal_names_the_setting():
 )
 def test_a_replica_that_does_not_play_is_quoted(answer, reason):
     with broken_replica(answer) as (url, _):
-        events, playing = watch(replica_url=url)
+        events, playing = watch(replica_url=url, replica_key="the-replica's-own")
+    assert "the-replica's-own" not in str(events)
     assert reason in events[-1][1]["detail"]
     assert events[-1][1]["detail"].endswith("try again in a few minutes.")
     assert playing == 0

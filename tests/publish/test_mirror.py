@@ -125,3 +125,19 @@ def test_what_was_found_is_in_the_mirror_only_once_it_is_kept():
     assert kept.digest == digest
     kept.keep(found)
     np.testing.assert_array_equal(kept.bits("w"), to_bits(new))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "copied"),
+    [
+        (torch.zeros(8, 8), 0),
+        (torch.zeros(8, 8, dtype=torch.bfloat16), 0),
+        (torch.zeros(8, 8, dtype=torch.float16), 4 * 64),
+        (torch.zeros(8, 8).t(), 4 * 64),
+    ],
+    ids=["float32", "bf16", "float16", "strided"],
+)
+def test_a_comparison_counts_what_it_copies(tensor, copied):
+    mirror = Mirror()
+    mirror.add("w", tensor)
+    assert mirror.copied(Part("w", tensor, Block.whole(tensor.shape), True)) == copied

@@ -172,7 +172,7 @@ def test_all_own_servers_get_the_key_and_those_on_the_hub_the_token(monkeypatch,
     assert spaces.headers(url) == expected
 
 
-def test_a_file_of_spaces_counts_as_last_read_while_it_cannot_be_read(monkeypatch, tmp_path):
+def test_spaces_stay_the_owners_while_their_file_is_replaced(monkeypatch, tmp_path):
     own = tmp_path / "spaces.txt"
     monkeypatch.setenv("SPACES", f"{own}")
     with pytest.raises(ValueError, match="SPACES must have URLs or files with URLs"):
@@ -180,8 +180,9 @@ def test_a_file_of_spaces_counts_as_last_read_while_it_cannot_be_read(monkeypatc
     own.write_text("http://127.0.0.1/\n")
     assert spaces.expand([f"{own}"]) == ["http://127.0.0.1"], "paths are appended to it"
     assert spaces.headers("http://127.0.0.1") == {"X-Space-Key": KEY}
-    own.unlink()
-    assert spaces.headers("http://127.0.0.1") == {"X-Space-Key": KEY}
+    for replaced in (lambda: own.write_text(""), own.unlink):
+        replaced()
+        assert spaces.headers("http://127.0.0.1") == {"X-Space-Key": KEY}
 
 
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb"])

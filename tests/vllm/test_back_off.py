@@ -288,7 +288,13 @@ def test_a_heal_that_is_refused_does_not_keep_a_replica_from_deltas(
     monkeypatch.setattr(vllm, "take_checkpoint", refused("codec"))
     serving.commands.heal()
     time.pass_for(20, serving)
-    assert serving.report(-1).status.error, "the owner can read why"
+    assert serving.report(-1).status.error == "refused", "the owner can read why"
+    time.fault = raises(errors.BucketUnreachableError("away"))
+    time.pass_for(2, serving)
+    assert serving.report(-1).status.error == "away"
+    time.fault = lambda operation, key: None
+    time.pass_for(MINUTE, serving)
+    assert serving.report(-1).status.error == "refused"
     run.step()
     time.pass_for(2, serving)
     assert (serving.serving, serving.report(-1).status.error) == (run.newest, None)

@@ -286,10 +286,10 @@ def _update(plan: SpacePlan, space: Space, secrets: Secrets, api: HfApi, change:
     if PUBLIC_KEY in space.variables.keys() - plan.variables.keys():
         change(f"remove {PUBLIC_KEY} from {repo_id}", api.delete_space_variable, repo_id, PUBLIC_KEY)
     for name in plan.secrets:
-        value, known_by = secrets[name], fingerprint(secrets["REPLICA_KEY"], name, secrets[name])
-        if space.secrets.get(name) != known_by:
+        value, hashed = secrets[name], fingerprint(secrets["REPLICA_KEY"], name, secrets[name])
+        if space.secrets.get(name) != hashed:
             what = f"set the secret {name} of {repo_id}"
-            change(what, api.add_space_secret, repo_id, name, value, description=known_by)
+            change(what, api.add_space_secret, repo_id, name, value, description=hashed)
     if hardware not in ("", space.hardware):
         what = f"move {repo_id} to {hardware}"
         change(what, api.request_space_hardware, repo_id, hardware, sleep_time=sleep_s)

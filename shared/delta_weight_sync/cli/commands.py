@@ -318,7 +318,7 @@ def _bisect(arguments: Arguments) -> None:
     must be bad. Then, without --good, the oldest version is judged and must be good.
     """
     if not any(word in arguments.eval for word in ("{path}", "{version}", "{digest}")):
-        raise CommandError("--eval gives the same result for all versions: use {path} or {version} in it")
+        raise CommandError("--eval is the same for all versions: use {path}, {version} or {digest} in it")
     reader, verdicts = _opened(arguments), dict[int, bool | None]()  # version -> good, bad, or unknown
     good, bad = arguments.good, arguments.bad
     if good is None:

@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     link, share = _quantity("([KMGT]?)[Bb]/s", 1, math.inf, speed), _quantity("(%)", 1e-4, 0.3, covered)
     seconds = _quantity("(m?)s", 0, math.inf, "a time: write 100ms or 0.3s")
     add("--params", type=params, required=True, help="number of weights of the model: 1T, 0.6B, 135M")
-    add("--changed", dest="share", type=share, required=True, help="weights changed in a sync: 1%%")
+    add("--changed", dest="share", type=share, required=True, help="share of weights changed in a sync: 1%%")
     add("--replicas", type=_positive, required=True, help="number of vLLM replicas")
     add("--link", type=link, required=True, help="link speed of each machine: 100MB/s, 10Gb/s")
     latency = "time of a request to the Hub, without the transfer of its bytes (default: 100ms)"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # `_gpu` needs Triton, which only a GPU build of torch instal
 
 Place = Literal["host", "device"]
 _TAKEN = 1 << 18  # one job of a thread applies about this many changes
+_READ = torch.float32, torch.bfloat16  # what `codec.compare` reads; kernels for GPUs also read float16
 _HELD = 1 << 30  # bytes of copies, such as gathered tensors, that may wait to be compared
 
 
@@ -127,13 +128,22 @@ class Mirror:
         """Begin to find what changed since the last sync. Writes nothing."""
         return Search(self)
 
+    def copied(self, part: Part) -> int:
+        """How many bytes the comparison of a part copies at most."""
+        tensor, on_device = part.tensor, has_kernels(part.tensor)
+        readable = (*_READ, torch.float16) if on_device else _READ
+        converted = 0 if tensor.dtype in readable and tensor.is_contiguous() else 2 if on_device else 4
+        far = self._bits[part.name].is_cuda and not on_device  # the mirror is copied to the host
+        return (converted + 2 * far) * tensor.numel()
+
     def find_on_host(self, parts: Sequence[Part]) -> list[Patch]:
         """Find the changes of parts on the host, with one call of `codec.compare`."""
         rows, kept = [], []
         for part in parts:
-            old, new = self._bits[part.name].cpu(), part.tensor.cpu()
-            old = old if part.block.extent == part.block.shape else old[part.block.at].contiguous()
-            if new.dtype not in (torch.float32, torch.bfloat16):
+            old, new = self._bits[part.name], part.tensor
+            old = old if part.block.extent == part.block.shape else old[part.block.at]
+            old = old.cpu().contiguous()
+            if new.dtype not in _READ:
                 new = new.float()
             new = new.contiguous()
             kept.append((old, new))  # these may be copies, of which `compare` gets only the addresses
@@ -228,9 +238,7 @@ class Search:
     def add(self, part: Part) -> None:
         """Add a part, and keep its tensor until the part is compared."""
         self._waiting.append(part)
-        # A tensor that is not `direct` is converted before the comparison, to at most 4 bytes per element.
-        direct = part.tensor.dtype in (torch.float32, torch.bfloat16) and part.tensor.is_contiguous()
-        self._held += 0 if part.lasting and direct else 4 * part.tensor.numel()
+        self._held += self._mirror.copied(part) + (0 if part.lasting else part.tensor.nbytes)
         if self._held > _HELD:
             self.found()
 

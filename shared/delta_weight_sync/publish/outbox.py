@@ -61,17 +61,17 @@ class RepeatedSyncs:
 
     def __init__(self, published: Mapping[int, str]) -> None:
         """`published`: sync -> digest of the versions in the bucket that an exact repetition reproduces."""
-        self._published = published
+        self.published = published
         # The newest sync that was repeated exactly. Before the first repetition, the oldest in `published`.
         self.newest = min(published, default=0)
 
     def holds_back(self, sync: int, digest: str) -> bool:
         """Whether the bucket has this sync, perhaps merged into a later one. Once a sync had another digest
         than published, the answer is always False."""
-        if sync > max(self._published, default=-1) or self._published.get(sync, digest) != digest:
-            self._published = {}
+        if sync > max(self.published, default=-1) or self.published.get(sync, digest) != digest:
+            self.published = {}
             return False
-        if sync in self._published:
+        if sync in self.published:
             self.newest = sync
         return True
 
@@ -341,7 +341,7 @@ class Outbox:
         published, even those that repeat published syncs. So no sync is held back from now on.
         """
         started, created_at = time.perf_counter(), time.time()
-        self.repeated = RepeatedSyncs({})
+        self.repeated.published = {}
         for name, tensor in weights:
             self.shapes[name] = tuple(tensor.shape)
             if self.owns(name, tensor.shape):

@@ -16,7 +16,7 @@ from delta_weight_sync import records
 from delta_weight_sync.checkpoint import INDEX
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Problems, RunReader
-from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo, Writer, reference
+from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo, Writer
 from delta_weight_sync.signing import Kind, writer_keys
 from delta_weight_sync.store import Bucket, ObjectInfo, file_sha256
 
@@ -54,7 +54,7 @@ class PartWriter:
         return _delta(key, data, base, version, changed)
 
     def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
-        """Store this rank's weight files of the anchor of `version`."""
+        """Store this rank's files of the anchor of `version`: weights, and on rank 0 their index, if any."""
         return [self._put_file(version, path) for path in paths]
 
     def _put_file(self, version: int, path: Path) -> FileRef:
@@ -174,9 +174,9 @@ class RunWriter(PartWriter):
         return False
 
     def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
-        """Store this rank's weight files of an anchor. Return their references and those of the small files.
-        This writer stores the small files with its first anchor, and again after damage. A writer without
-        `assets` cannot store small files, and names those of the newest anchor."""
+        """As in `PartWriter`. Also return the references of the base's small files (config and tokenizer).
+        This writer stores these with its first anchor, and again after damage. A writer without `assets`
+        cannot store them, and names those of the newest anchor."""
         weights = super().put_weights(version, paths)
         if self.assets and (self._damaged or not self._asset_refs):
             files = [path for path in sorted(self.assets.iterdir()) if path.is_file()]
@@ -319,7 +319,7 @@ class RunWriter(PartWriter):
 
     def _reference(self, manifest: Manifest) -> FileRef:
         writer = Writer(manifest.writer_term, manifest.writer)
-        return reference(self.keys.manifest(manifest.version, writer), manifest)
+        return records.reference(self.keys.manifest(manifest.version, writer), manifest)
 
 
 def _delta(key: str, data: bytes, base: int, version: int, changed: int) -> DeltaRef:

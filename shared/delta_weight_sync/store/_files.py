@@ -82,9 +82,10 @@ class FileBucket(store.Bucket):
                 with os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
                     _write(file, data)
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            finally:
-                with suppress(FileNotFoundError):  # after the rename, there is no such file
+            except BaseException:
+                with suppress(FileNotFoundError):
                     os.unlink(temporary, dir_fd=folder)
+                raise
 
     def _stat(self, key: str) -> store.ObjectInfo | None:
         *folders, name = key.split("/")

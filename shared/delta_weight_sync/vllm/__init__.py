@@ -14,10 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def commits_between_steps() -> bool:
-    """Whether this vLLM takes commits between two steps. Otherwise the follower pauses vLLM to commit.
-
-    Raises `CompatibilityError` if this vLLM can do neither.
-    """
+    """Whether this vLLM takes commits between two steps. Otherwise the follower pauses vLLM to commit. Raises
+    `CompatibilityError` if this vLLM can do neither."""
     release = compat.examine("vllm")
     if release.works("in_step") and not compat.is_set(PAUSE):
         return True

@@ -78,7 +78,7 @@ class Follower:
         self._served_last: Manifest | None = None  # like `serving`, but kept while nothing is served
         self._learned: Shapes = {}  # shapes of the tensors whose places vLLM knows
         self._healing = False  # whether a heal is still to be done
-        self._heal_refused = False  # vLLM refused a heal; the status gives the reason until the next commit
+        self._heal_refusal = ""  # why vLLM refused a heal; reported until the next commit or heal
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
@@ -148,7 +148,7 @@ class Follower:
             for each in (self._joining, self._starting, self._holding):
                 each.reset()
             self._watcher.reset()
-            self._healing = True
+            self._healing, self._heal_refusal = True, ""
         held = self._served_last if self.commands.paused else self.commands.pinned
         return self._hold(held) if held else self._follow_newest()
 
@@ -180,8 +180,8 @@ class Follower:
             return True
         if taken and (problem := self._watcher.problem()):
             self._complain(f"{problem}", "serving")
-        elif taken and self._error and not self._heal_refused:
-            self._note("serving")
+        elif taken and self._error:
+            self._settle()
         return taken
 
     def _reach(self, manifest: Manifest, held: bool = False) -> None:
@@ -197,8 +197,8 @@ class Follower:
             self._join(manifest)
         elif manifest != self.serving:
             self._advance(manifest, self.serving)
-        elif not self._heal_refused:
-            self._note("serving")
+        else:
+            self._settle()
         self._healing = False
 
     # By deltas: fetch, stage, commit.
@@ -258,8 +258,8 @@ class Follower:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
-            if not first and error.kind in _REFUSALS:  # do not repeat a heal that vLLM refused
-                self._healing, self._heal_refused = False, True
+            if self._healing and not first and error.kind in _REFUSALS:  # do not repeat this heal
+                self._healing, self._heal_refusal = False, f"{error}"
             raise
         self._joining.reset()
         for ref in manifest.anchor.weights:
@@ -304,6 +304,11 @@ class Follower:
         if state == "serving" and not error:
             self._logged = ""
 
+    def _settle(self) -> None:
+        """Note that the wanted version is served."""
+        refusal = self._heal_refusal
+        self._complain(refusal, "serving") if refusal else self._note("serving")
+
     def _complain(self, reason: str, state: str) -> None:
         reason = errors.printable(reason)
         if reason != self._logged:
@@ -313,7 +318,7 @@ class Follower:
 
     def _serve(self, manifest: Manifest, *times: float, joined: bool = False) -> None:
         """Record that a version is served. `times`: fetch, then `Times`; empty if no weight changed."""
-        self._heal_refused = False
+        self._heal_refusal = ""
         self._signed_by = self._reader.public_keys.signer(manifest, "the manifest")
         self.serving = self._served_last = manifest
         now = time.time()

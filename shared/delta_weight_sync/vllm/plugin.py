@@ -18,10 +18,8 @@ _log = logging.getLogger(NAME)
 
 
 def register() -> None:
-    """Patch this process of vLLM. vLLM may call `register` more than once.
-
-    Raises `CompatibilityError` if vLLM lacks what the plugin needs; exits if the run's settings are wrong.
-    """
+    """Patch this process of vLLM. vLLM may call `register` more than once. Raises `CompatibilityError` if
+    vLLM lacks what the plugin needs; exits if the run's settings are wrong."""
     if not _log.handlers:  # vLLM's server would drop our log lines, so use vLLM's handler
         _log.parent = logging.getLogger("vllm")
     parent = multiprocessing.parent_process()

@@ -115,10 +115,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
-    """Let the model load a probe for each tensor in `shapes`. Nothing is written.
-
-    Raises `RouteError` if the model computes with data that deltas would not update.
-    """
+    """Let the model load a probe for each tensor in `shapes`. Nothing is written. Raises `RouteError` if the
+    model computes with data that deltas would not update."""
     recorder, failed = Recorder(model, shapes), dict[str, str]()
     if recorder.load(shapes):  # it failed: load the probes one by one, to find the cause
         recorder, touched = Recorder(model, shapes), set[int]()
@@ -211,9 +209,7 @@ class Recorder(TorchDispatchMode):
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
         """Probe `by` is copied to `written`. Earlier copies there become unroutable. A fill has `by` = "".
-
-        Raises `RouteError`, which refuses the model, if an earlier copy there is of another probe.
-        """
+        Raises `RouteError`, which refuses the model, if an earlier copy there is of another probe."""
         for tensor in written:
             numel, part = tensor.untyped_storage().nbytes() // tensor.element_size(), part_of(tensor)
             for name, earlier in self._placed.get(storage_of(tensor), ()):
@@ -335,10 +331,8 @@ class Learned(NamedTuple):
 
 
 def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
-    """Learn the routes of the tensors in `shapes`, which are all bf16. Nothing is written.
-
-    Raises `RouteError` for a model that deltas cannot update.
-    """
+    """Learn the routes of the tensors in `shapes`, which are all bf16. Nothing is written. Raises
+    `RouteError` for a model that deltas cannot update."""
     recorder, routes = record(model, shapes), dict[str, Route]()
     sources: Sources = {**recorder.unroutable}
     for name, shape in shapes.items():

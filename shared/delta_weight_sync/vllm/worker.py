@@ -288,10 +288,8 @@ def warm_up(device: torch.device) -> Staged:
 
 
 def commit(steps: Sequence[Step], ranks: Ranks) -> float:
-    """Write and check; if anything fails here or on another worker, undo everything and raise.
-
-    Returns how many seconds the writes waited for earlier work on the device.
-    """
+    """Write and check; if anything fails here or on another worker, undo everything and raise. Returns how
+    many seconds the writes waited for earlier work on the device."""
     done: list[Step] = []
     waited_s, wrong = 0.0, 0
     try:
