@@ -11,6 +11,7 @@ from bench.model import find
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.digest import tensor_digest
+from delta_weight_sync.publish import mirror as module
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 from tests.gpu.interpreted import forced
 
@@ -128,16 +129,17 @@ def test_what_was_found_is_in_the_mirror_only_once_it_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "copied"),
+    ("tensor", "on_host", "on_device"),
     [
-        (torch.zeros(8, 8), 0),
-        (torch.zeros(8, 8, dtype=torch.bfloat16), 0),
-        (torch.zeros(8, 8, dtype=torch.float16), 4 * 64),
-        (torch.zeros(8, 8).t(), 4 * 64),
+        (torch.zeros(8, 8), 0, 0),
+        (torch.zeros(8, 8, dtype=torch.bfloat16), 0, 0),
+        (torch.zeros(8, 8, dtype=torch.float16), 4 * 64, 0),
+        (torch.zeros(8, 8).t(), 4 * 64, 2 * 64),
     ],
     ids=["float32", "bf16", "float16", "strided"],
 )
-def test_a_comparison_counts_what_it_copies(tensor, copied):
+def test_a_comparison_counts_what_it_copies(tensor, on_host, on_device):
     mirror = Mirror()
     mirror.add("w", tensor)
-    assert mirror.copied(Part("w", tensor, Block.whole(tensor.shape), True)) == copied
+    copied = mirror.copied(Part("w", tensor, Block.whole(tensor.shape), True))
+    assert copied == (on_device if module.has_kernels(tensor) else on_host)
