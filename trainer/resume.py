@@ -67,8 +67,9 @@ class SaveState(TrainerCallback):
         self._in_step = True  # whether the weights may be in the middle of a step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._synced = True
         if self._publisher.resumed_from is None:
-            self._synced, self._syncs = True, 1
+            self._syncs = 1
             self._save()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -201,8 +201,8 @@ def finish_early(publisher: Publisher, states: resume.SaveState, stop: Stop) -> 
     try:
         newest = states.finish(stop.left_s)
         publisher.flush(stop.left_s)
-        state = "the state is saved" if states.saved else "the newest saved state is an earlier one"
-        outcome = f"version {newest.version} is published and {state}"
+        state = "and the state is saved" if states.saved else "but the present state is not saved"
+        outcome = f"version {newest.version} is published {state}"
     except (DeltaWeightSyncError, TimeoutError) as error:
         outcome = f"not everything is in the bucket ({error})"
     if publisher.is_main:

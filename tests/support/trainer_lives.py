@@ -25,7 +25,7 @@ from bench import tiny_policy as tiny
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.store._files import FileBucket
 from tests.support.recorded import BATCH, Recorded, cpu_config
-from trainer import rollouts, train
+from trainer import resume, rollouts, train
 from trainer.settings import Settings
 
 STATE_EVERY = 3
@@ -160,15 +160,15 @@ def ended_lives(folder: Path, bucket: str, steps: int, kills: int) -> list[str]:
 def wait_in_vain(folder: Path, lives: int) -> None:
     """Trainers whose replica never answers, one after the other: they wait for samples until they are ended.
 
-    Each says "waiting" once its child plays. This process says each one's number first, and how it ended.
+    Each says "waiting" once its first state is saved. This process says each one's number, and how it ended.
     """
     places = {"model": str(folder / "base"), "bucket": (folder / "bucket").as_uri()}
     script = Settings(**places, run="run", replicas=["http://127.0.0.1:1"], task="brevity")
     parser = SimpleNamespace(parse_args_and_config=lambda: (script, cpu_config(folder / "trl", max_steps=5)))
-    start = rollouts.ReplicaRolloutWorker.start
+    begin = resume.SaveState.on_train_begin
 
-    def start_and_say(worker: rollouts.ReplicaRolloutWorker) -> None:
-        start(worker)
+    def begin_and_say(states: resume.SaveState, *trained: Any, **others: Any) -> None:
+        begin(states, *trained, **others)
         print("waiting", flush=True)
 
     for _ in range(lives):
@@ -177,7 +177,7 @@ def wait_in_vain(folder: Path, lives: int) -> None:
             with (
                 mock.patch.object(train, "TrlParser", return_value=parser),
                 mock.patch.object(train.Spaces, "wait"),
-                mock.patch.object(rollouts.ReplicaRolloutWorker, "start", start_and_say),
+                mock.patch.object(resume.SaveState, "on_train_begin", begin_and_say),
             ):
                 try:
                     train.main()
