@@ -39,7 +39,7 @@ ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
 # that one visitor cannot hold many connections with tiny, slow bodies.
 LEAST = 256 << 10
 # The budget of a visitor's address: how much it gains per second, and how much it can save up. A request
-# costs `Route.cost`: about the milliseconds of this process. `Route.lane` limits the concurrent work of vLLM.
+# costs `Route.cost`: about the milliseconds of this process. `Route.lane` limits concurrent requests.
 RATE = (200.0, 2000.0)
 
 
@@ -188,7 +188,7 @@ MAX_BODY = 8 << 20  # bytes that no body may exceed, even if the context is long
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings in `stop` (OpenAI's limit), characters in all of them
 # vLLM makes a grammar from these fields. vLLM goes on compiling a grammar even if the client hangs up.
 GRAMMARS = "structured_outputs", "response_format"
-MAX_ENTRIES = 1024  # of any list or object, except the inputs
+MAX_ENTRIES = 1024  # of each field that is a list or object, except the inputs
 INPUTS = "prompt", "messages"
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (

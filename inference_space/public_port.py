@@ -125,13 +125,13 @@ def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: SpaceFollower) -
 
         if scope["type"] != "http" or INFERENCE.get(scope["path"]) != scope["method"]:
             return await app(scope, receive, send)
-        if follower.serving is None or vllm.app is None:
+        reason = "vLLM is being restarted"
+        if follower.serving is None:
             reason = f"no version is served yet: {follower.status().state}"
-        else:
+        elif vllm.app is not None:
             await vllm.app(scope, receive, unless_dead)
             if not died:
                 return None
-            reason = "vLLM is being restarted"  # vLLM died during this request
         refusal = HTTPException(503, f"{reason}; try again in a moment", {"Retry-After": "1"})
         return await openai_error(refusal, "unavailable")(scope, receive, send)
 

@@ -29,10 +29,11 @@ def main() -> None:
         if args.export:
             print(export(bucket, args.run, args.export))
             return
-    except DeltaWeightSyncError as error:
+        listening = socket.create_server((args.host, args.port))
+    except (DeltaWeightSyncError, OSError) as error:
         sys.exit(f"dashboard: {error}")
     app = mount(FastAPI(), bucket, args.run)
-    with socket.create_server((args.host, args.port)) as listening:
+    with listening:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
         # An open page holds a connection that never ends by itself, so a stop waits only 1 s for connections.
         serve(app, [listening], log_level="warning", timeout_graceful_shutdown=1)

@@ -171,8 +171,7 @@ def charts(run: Progress) -> dict[str, Chart]:
 def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
     """Return (version, parts) of each of the last syncs, newest first, and a time axis for all parts."""
     rows = [(sync.version, sync_spans(sync, slow)) for sync, slow in run.syncs if sync.version]
-    ends = [end for _, spans in rows for *_, end in spans]
-    return rows, linear(ends, time_text, zero=True)
+    return rows, linear([end for _, spans in rows for *_, end in spans], time_text, zero=True)
 
 
 def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:

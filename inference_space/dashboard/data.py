@@ -33,10 +33,10 @@ FAILED_S = 300.0  # seconds until a damaged object is read again: it may have be
 MAX_REBUILD = 1_000_000_000  # max bytes of files from which a dashboard rebuilds a version for a proof
 MAX_DOWNLOAD = 256_000_000  # max bytes of an object that a visitor may download through the dashboard
 WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the window of the Hub's own rate limit
-# Max calls of the bucket in a window. A call makes up to 3 requests, and all calls up to 720. In a window,
-# the Hub allows a free user 1,000 requests to its API and 5,000 for files.
-CALLS = 240
-BYTES = 2_000_000_000  # max bytes in a window; enough for the largest version that a dashboard rebuilds
+# Calls of the bucket that visitors gain in a window. They can save up as many, so a window has at most 240
+# calls, of up to 3 requests. The Hub allows a free user 1,000 requests to its API and 5,000 for files.
+CALLS = 120
+BYTES = 2_000_000_000  # the same for bytes; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10  # after this many lookups of the same missing digests, wait for a newer version
 _DIGESTS_BACK = 64  # a lookup reads at most this many manifests, from the newest version back

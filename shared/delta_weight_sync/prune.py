@@ -124,8 +124,7 @@ class Pruner:
         doomed.sort(key=lambda one: (one[0].kind != "manifests", one[0].version, one[1].key))
         why = "no remaining version needs it", f"older than version {oldest}"
         delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)
-        freed = sum(doomed.info.size for doomed in delete)
-        return Survey(delete, freed, size, oldest, newest.version)
+        return Survey(delete, sum(doomed.info.size for doomed in delete), size, oldest, newest.version)
 
     def _versions(self, newest: Manifest) -> Iterator[_Version]:
         """Like `RunReader.versions`, but reads each manifest only once."""

@@ -163,7 +163,8 @@ class RunReader:
             use(manifest)
         except (errors.ProtocolError, errors.ObjectMissingError):
             if (older := self.readable(manifest)) and older != manifest:
-                self.try_older(older, use)
+                with contextlib.suppress(errors.ProtocolError, errors.ObjectMissingError):
+                    self.try_older(older, use)
             raise
 
     def fetch_ahead(self, keys: Iterable[str]) -> None:

@@ -186,7 +186,7 @@ class RunLogReader:
     def __init__(self, bucket: Bucket, run: str) -> None:
         self._bucket, self._keys = bucket, Keys(run)
         self._segment, self._seen, self._etag = 0, 0, ""
-        self.skipped = 0  # number of lines that were not events; an unreadable segment counts as one line
+        self.skipped = 0  # number of lines that were not events; a segment that is too large is one line
 
     def poll(self) -> Iterator[Event]:
         """Yield the events added since the last call, oldest first, with one segment in memory at a time.

@@ -130,11 +130,11 @@ class Mirror:
 
     def copied(self, part: Part) -> int:
         """How many bytes the comparison of a part copies at most."""
-        tensor, on_device = part.tensor, has_kernels(part.tensor)
+        tensor, block, on_device = part.tensor, part.block, has_kernels(part.tensor)
         readable = (*_READ, torch.float16) if on_device else _READ
         converted = 0 if tensor.dtype in readable and tensor.is_contiguous() else 2 if on_device else 4
-        far = self._bits[part.name].is_cuda and not on_device  # the mirror is copied to the host
-        return (converted + 2 * far) * tensor.numel()
+        far = self._bits[part.name].is_cuda or block.extent[1:] != block.shape[1:]  # not whole rows
+        return (converted + 2 * (far and not on_device)) * tensor.numel()
 
     def find_on_host(self, parts: Sequence[Part]) -> list[Patch]:
         """Find the changes of parts on the host, with one call of `codec.compare`."""

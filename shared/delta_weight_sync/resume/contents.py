@@ -169,7 +169,7 @@ def _entries(live: Tensors, optimizer: Optimizer) -> Iterator[tuple[str, Any, to
 
 
 def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dict[str, Any]]:
-    """Return what must be the same when a state is saved and restored. Only learning rates may differ."""
+    """Return what must be the same when a state is saved and restored. Only `lr` of a group may differ."""
     groups = optimizer.param_groups
     keys = {key for group in groups for key in group if key != "params"}
     trained = {f"parameter {number}": list(p.shape) for number, p in _parameters(optimizer)}

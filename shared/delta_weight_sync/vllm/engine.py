@@ -158,8 +158,7 @@ class Engine:
         return answers
 
     def _ask(self, op: str, *, timeout_s: float = _TIMEOUT_S, **arguments: Any) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = self._wait(self._call(op, **arguments), timeout_s)
-        return answers
+        return list(self._wait(self._call(op, **arguments), timeout_s))
 
     async def _call(self, op: str, **arguments: Any) -> list[dict[str, Any]]:
         """The answers of all workers of all engines; `EngineClient.collective_rpc` asks one engine only."""
@@ -181,9 +180,10 @@ class Engine:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         deadline = time.monotonic() + timeout_s
         while not concurrent.futures.wait([future], _CHECK_S).done:
-            if time.monotonic() > deadline or not self.alive():
+            if not (alive := self.alive()) or time.monotonic() > deadline:
                 future.cancel()
-                raise EngineError(f"vLLM died, or did not answer within {_TIMEOUT_S:.0f} s; see its log")
+                problem = f"did not answer within {timeout_s:.0f} s" if alive else "died"
+                raise EngineError(f"vLLM {problem}; see its log")
         try:
             return future.result()
         except EngineError:

@@ -118,7 +118,7 @@ def _bounds(rows: Rows, found: Index, index: Index) -> None:
 
 @kernel
 def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements, amount: Bits) -> None:
-    """Find the changes that lie in rows. Put their numbers in the row in `element`, their ulps in `amount`.
+    """Find the changes in rows. Write each one's number within its row to `element`, its ulps to `amount`.
 
     `found`, int64 [3, p], has the numbers of rows, then the start and the end of each row's range of `index`,
     narrowed by `_bounds`. `_find` replaces each end by the number of changes that it found in the row.
