@@ -9,7 +9,7 @@ from uuid import UUID
 
 from env_space.game import MAX_STORED, Game, GameError, Move, quote
 
-START_ANOTHER = "POST /sessions starts a new one"
+START_ANOTHER = "start a new one"
 _SOON = {"Retry-After": "1"}  # a game takes seconds, and its end makes room
 
 

@@ -74,7 +74,7 @@ ROUTES = (
     Route(r"/(theme\.css|favicon\.ico)"),
     Route(r"/gradio_api/heartbeat/\w{1,40}", lane="open pages"),
     Route("/gradio_api/run/predict", "POST", body="event", cost=10.0),
-    Route("/login/(huggingface|callback)"),
+    Route("/login/(huggingface|callback)", cost=400.0),  # Gradio prints each login
     Route("/logout"),
 )
 

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
-from pydantic import ValidationError
 from transformers import TrainerCallback
 
 from delta_weight_sync.records import LARGEST
@@ -138,7 +137,8 @@ class ReplicaWatch:
         """Wait until every replica serves `version`. Returns False if that takes longer than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if all(url in self._last and self._last[url].version == version for url in self._fleet.urls()):
+            last = [self._last.get(url) for url in self._fleet.urls()]
+            if all(replica and replica.version == version for replica in last):
                 return True
             time.sleep(_POLL_S / 2)
         return False
@@ -153,11 +153,12 @@ class ReplicaWatch:
                 self._log.append(self._last.pop(url).model_copy(update=gone))
 
     def _ask(self, url: str) -> ReplicaReport:
-        query, headers = {"after": self._after[url]}, spaces.headers(url)
+        query = {"after": self._after[url]}
         try:
+            headers = spaces.headers(url)
             with self._http.stream("GET", f"{url}/status", params=query, headers=headers) as answer:
                 return ReplicaReport.model_validate_json(spaces.read(answer.raise_for_status()))
-        except (httpx.HTTPError, ValidationError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # the list may have changed
             name = self._last[url].replica if url in self._last else url
             reason = f"{url} gives no status ({type(error).__name__})"
             gone = ReplicaEvent(

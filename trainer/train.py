@@ -101,7 +101,8 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         )
         progress = resume.find_progress(publisher, fresh=settings.fresh)
         if progress and 0 < (last := config.max_steps) <= progress.trainer["global_step"]:
-            print(f"already trained to step {last}: raise --max_steps, or start again with --fresh")
+            if publisher.is_main:
+                print(f"already trained to step {last}: raise --max_steps, or start again with --fresh")
             return
         worker = watch = None
         if log := publisher.log:  # only the main rank has the run's log, and talks to replicas

@@ -1,6 +1,6 @@
 // Lets a person play on the engine that trains a policy. Each move is one request.
 
-import { Board, MARKS, describe, element } from "./board.js";
+import { Board, MARKS, describe, element, pause } from "./board.js";
 
 const ROWS = ["qwertyuiop", "asdfghjkl", "↵zxcvbnm⌫"];
 const NAMES = { "↵": "Enter", "⌫": "Delete letter" };
@@ -28,6 +28,7 @@ const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 const seedInAddress = () => Number(/^#seed=(\d{1,15})$/.exec(location.hash)?.[1] ?? NaN);
 
 async function start(seed) {
+  while (game.busy) await pause(50); // a move that is being shown belongs to this game, not to the next
   if (!game.over) ask("DELETE", `play/${game.session}`).catch(() => {});
   game = { over: true };
   try {

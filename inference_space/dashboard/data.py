@@ -32,10 +32,10 @@ LIST_EVERY_S = 5.0  # seconds for which a listing is reused; each 1,000 objects 
 FAILED_S = 300.0  # seconds until a damaged object is read again: it may have been repaired
 MAX_REBUILD = 1_000_000_000  # max bytes of files from which a dashboard rebuilds a version for a proof
 MAX_DOWNLOAD = 256_000_000  # max bytes of an object that a visitor may download through the dashboard
-WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the window of the Hub's own rate limit
-# Calls of the bucket that visitors gain in a window. They can save up as many, so a window has at most 240
-# calls, of up to 3 requests. The Hub allows a free user 1,000 requests to its API and 5,000 for files.
-CALLS = 120
+# Seconds. In the Hub's windows of 300 s, visitors make at most 360 calls. The Hub allows a free user 1,000
+# requests to its API and 5,000 for files.
+WINDOW_S = 600.0
+CALLS = 240  # of the bucket, of up to 3 requests each, that visitors gain in a window and can save up
 BYTES = 2_000_000_000  # the same for bytes; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10  # after this many lookups of the same missing digests, wait for a newer version
@@ -225,13 +225,13 @@ class AnswerCache(Generic[Question, Answer]):
                 except (errors.ProtocolError, errors.CodecError) as error:
                     until = self.clock() + FAILED_S
                     # The weight lets at most 1,024 errors fit, whatever `weigh` counts.
-                    self._kept[question] = error.with_traceback(None), self.room / 1024, until
+                    self._kept[question] = type(error)(*error.args), self.room / 1024, until
             self._kept.move_to_end(question)
             answer, *_ = self._kept[question]
             while len(self._kept) > 1 and sum(weight for _, weight, _ in self._kept.values()) > self.room:
                 self._kept.popitem(last=False)
             if isinstance(answer, Exception):
-                raise answer.with_traceback(None)  # each raise would make a kept traceback longer
+                raise type(answer)(*answer.args)  # a kept error holds no frames, and so no data
             return answer
 
 
@@ -290,9 +290,12 @@ class Library:
         return self._proofs(self._manifest(version))
 
     def digests(self, versions: set[int]) -> dict[int, str]:
-        """Return the published digests of the versions that the run still has."""
-        there = versions & manifests_of(self.objects()).keys()
-        return {version: self._manifest(version).digest for version in there}
+        """Return the published digests of the versions that can still be read."""
+        found = dict[int, str]()
+        for version in versions & manifests_of(self.objects()).keys():
+            with suppress(errors.ProtocolError):  # a damaged manifest has no digest
+                found[version] = self._manifest(version).digest
+        return found
 
     def download(self, key: str) -> Download:
         """Download an object of the run. Refuses anchors, trainer states, and objects of other runs."""
@@ -320,7 +323,8 @@ class Library:
 
     def _rebuild(self, manifest: Manifest) -> str:
         recipe = manifest.recipe()
-        if recipe.size > MAX_REBUILD:  # not `full_bytes`, because a manifest can claim any number there
+        # Do not look at `full_bytes`, because a manifest can claim any number there.
+        if recipe.size > MAX_REBUILD or len(recipe.files) > CALLS:
             fix = f"run delta-weight-sync verify {self.bucket.url}#{self.run}"
             raise errors.ProtocolError(f"this model is too large to be rebuilt here: {fix}")
         with Scratch() as folder:

@@ -126,7 +126,7 @@ TAKING_IN_TURN: Final = 3  # a reader's requests in sequence, including the poll
 # Large parts take further requests, in sequence: 2 for each part of more than SMALL bytes, but only 5 in all
 # if the parts have more than DIRECT bytes. Rows: the size, (number of requests, how many go to the API).
 _FURTHER: Final = ((DIRECT, (5, 2)), (SMALL, (2, 0)))
-_POLLS: Final = 2  # polls of HEAD after the Hub announces a version: one immediately, one an interval later
+POLLS: Final = 2  # polls of HEAD after the Hub announces a version: one immediately, one an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
 API_ALLOWED: Final = "free 1,000, PRO 2,500, Team 3,000"
@@ -293,7 +293,7 @@ class Plan:
             per_hour = self.published_hour * made + fetched_hour * taken_requests(kind, more)
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
-        polls = WINDOW_S / _HOUR_S * fetched_hour * _POLLS
+        polls = WINDOW_S / _HOUR_S * fetched_hour * POLLS
         self.file_requests, self.api_requests = requests("files", 0) + polls, requests("api", api)
         fitting = [n for n in GPUS if 1e9 * HARDWARE[n].gpus * HARDWARE[n].gpu_gb >= REPLICA_BYTES * params]
         self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)

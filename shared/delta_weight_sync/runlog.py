@@ -41,7 +41,7 @@ class SyncEvent(Record):
     full_bytes: Count
     changed: Count
     total: Count
-    diff_s: Number  # how long the trainer waited until its changes were found
+    diff_s: Number  # how long the trainer waited until the changes of `sync` were found
     encode_s: Number
     publish_s: Number  # from the hand-over of the weights until HEAD is stored; training goes on meanwhile
 

@@ -105,7 +105,7 @@ def test_each_refused_request_has_its_status_and_names_the_fix():
     assert "the next turn is 2" in skipped
     assert late == "The game ended after turn 2; start a new one to guess again."
     for missing in (guess(client, unknown, "crane", 1), client.delete(unknown)):
-        assert "POST /sessions starts a new one" in sentence(missing, 404)
+        assert "start a new one" in sentence(missing, 404)
 
 
 JSON = {"Content-Type": "application/json"}

@@ -254,7 +254,7 @@ def test_a_game_expires_after_its_last_new_move_and_retries_do_not_keep_it_alive
     clock.now += TTL_S / 2
     assert len(sessions) == 1
     assert sessions.close(unused).gave_up
-    with pytest.raises(GameError, match=r"expired after 10 s without a move; POST /sessions"):
+    with pytest.raises(GameError, match=r"expired after 10 s without a move; start a new one"):
         sessions.play(unused, 1, "crane")
     clock.now += TTL_S / 2 - 1
     sessions.play(used, 1, "crane")

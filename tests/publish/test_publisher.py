@@ -274,7 +274,7 @@ def test_publishing_takes_one_bf16_copy_of_the_model(tmp_path):
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | COUNTED)
     deltas, jump = map(int, done.stdout.split())
     assert MIRROR <= deltas < 1.25 * MIRROR, "one copy, and no second one"
-    assert jump < 1.9 * MIRROR
+    assert jump < 1.95 * MIRROR  # measured: 1.89, rarely 1.90, by when the threads run
 
 
 def publish(folder: Path) -> None:

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
     try:
         arguments.run_command(connect(), arguments)
-    except DeployError as error:
+    except (DeployError, OSError) as error:
         sys.exit(f"deploy: {error}")
     except KeyboardInterrupt:
         print("deploy: stopped; to continue, run the same command again", file=sys.stderr)

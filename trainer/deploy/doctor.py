@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from huggingface_hub import HfApi, get_session, parse_local_safetensors_file_metadata
 from huggingface_hub.constants import HF_HOME
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.errors import GatedRepoError, SafetensorsParsingError
 
 from delta_weight_sync import compat, gpu_build, signing
 from delta_weight_sync.cost import HARDWARE
@@ -75,7 +75,7 @@ def examine(setup: Setup) -> bool:
     for name, check in CHECKS.items():
         try:
             label, text = "ok     ", check(setup)
-        except (DeployError, DeltaWeightSyncError) as error:
+        except (DeployError, DeltaWeightSyncError, SafetensorsParsingError) as error:
             label, text, problems = "PROBLEM", hub.masked(str(error), (setup.space_token,)), problems + 1
         if text:
             print(f"{label}  {name}: {text}", flush=True)

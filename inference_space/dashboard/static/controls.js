@@ -25,8 +25,10 @@
       if (fresh.length === moments.length && fresh.at(-1) === moments.at(-1)) return;
       moments = fresh;
       range.element.querySelector("input").max = moments.length - 1;
-      const index = at === null ? moments.length - 1 : moments.findIndex((version) => version >= at);
+      const found = at === null || bar.hidden ? -1 : moments.findIndex((version) => version >= at);
+      const index = found < 0 ? moments.length - 1 : found;
       range.set(index);
+      if (at !== null && moments[index] !== at) go(index); // the moment is gone: show the one that is left
     }
     live.addEventListener("click", () => {
       range.set(moments.length - 1);

@@ -5,8 +5,9 @@
   const get = async (path) => {
     const answer = await fetch(`dashboard/${path}`);
     const text = await answer.text();
-    if (!answer.ok) throw new Error(text);
-    return text;
+    if (answer.ok) return text;
+    const json = answer.headers.get("content-type")?.includes("json");
+    throw new Error(json ? JSON.parse(text).error?.message ?? text : text);
   };
   const of = (view) => (version) => get(`${view}?version=${version}`);
   /** Views from a server; an exported folder has its own source. */
@@ -77,8 +78,8 @@
       const run = this.shownRun;
       if (this.explained === run) return; // keep what the visitor has set
       this.explained = run;
-      const scene = await this.source.explain();
-      if (this.explained !== run) return;
+      const scene = await this.source.explain().catch(() => (this.explained = null)); // the next visit asks again
+      if (!scene || this.explained !== run) return;
       dws.explain(this.root.querySelector(".view-explain"), scene);
     }
 

@@ -55,7 +55,7 @@ def _quantity(unit: str, least: float, most: float, wanted: str) -> Callable[[st
         match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)
         if not match or not least <= (found := float(match[1]) * _SCALES[match[2]]) <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        found /= 8 if "b" in text else 1  # bits to bytes
+        found = float(f"{found / (8 if 'b' in text else 1):.12g}")  # bits to bytes; 4.1 * 1e9 is not whole
         return int(found) if found.is_integer() else found
 
     return parse
@@ -71,7 +71,7 @@ def _assumptions(plan: Plan) -> list[str]:
     asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
     gpu, ranks = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB", plan.trainer_ranks
     machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
-    parts, taken = min(ranks, MAX_PARTS), plan.taken_requests + 1
+    parts, taken = min(ranks, MAX_PARTS), plan.taken_requests + cost.POLLS
     made = cost.PUBLISHING["all"] + (parts if parts > 1 else 0) * cost.PUBLISHING_PART["all"]
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
@@ -80,7 +80,7 @@ a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight; its workers: {asked.w
 a machine has up to {cost.PER_MACHINE} ranks or workers: {machines}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made} requests per version, {plan.uploads} of them in sequence
-each replica makes {taken} requests per version, one of them to poll; {plan.fetches} are in sequence
+each replica makes {taken} requests per version, {cost.POLLS} of them to poll; {plan.fetches} are in sequence
 a request takes {time_text(asked.latency)}, and the transfer of its bytes takes time in addition
 request counts assume that the Hub announces versions; times assume that a replica polls every {POLL_S:.0f} s
 changes are spread like those of the measured models; clustered changes make smaller files
@@ -141,7 +141,7 @@ total, before staging|{time(plan.join_s)}|at most {time(plan.join_worst_s)}
 
 storage and money
 bucket grows by|{size(plan.stored_hour)}/h|nothing is deleted unless you ask for it
-trainer states|{size(plan.states_hour)}/h|in addition; two stay, {size(plan.state)} each
+trainer states, uploaded|{size(plan.states_hour)}/h|in addition; the bucket keeps two, {size(plan.state)} each
 copy a trainer state|{time(plan.copy_state_s)}|training waits; at most every {cost.STATE_MINUTES:.0f} minutes
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}

@@ -94,8 +94,7 @@ class PendingUpdate:
 
     def then(self, later: PendingUpdate) -> PendingUpdate:
         """Return this update and a later one as one update."""
-        merged = codec.merge(self.patches, later.patches)
-        return dataclasses.replace(later, patches=merged, diff_s=self.diff_s + later.diff_s)
+        return dataclasses.replace(later, patches=codec.merge(self.patches, later.patches))
 
 
 class Outbox:

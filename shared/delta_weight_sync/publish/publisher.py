@@ -234,7 +234,8 @@ class Publisher:
         Raises:
             StateError: The run has versions after version 0 but no state.
         """
-        folder = self._resources.enter_context(Scratch())
+        self._state_files = Scratch()  # until `restore`
+        folder = self._resources.enter_context(self._state_files)
         self._found = find_state(self.reader, self._outbox, self._peers, folder)
         self.resumed_from = self._found.record if self._found else None
         return self.resumed_from
@@ -257,6 +258,7 @@ class Publisher:
         assert found is not None
         live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
+        self._state_files.close()
         # If the newest version is damaged, `shapes` is empty. The digest is then not checked, because it also
         # covers the untrained weights, which are unknown.
         published = {name: tensor for name, tensor in live.items() if name in self._outbox.shapes}

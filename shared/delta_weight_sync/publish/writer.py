@@ -143,9 +143,9 @@ class RunWriter(PartWriter):
         """Find out whether a file of the newest version is missing or has changed, so that an anchor is due.
 
         The run is listed every `_EVERY` versions, or at each call while there is damage. A listing has the
-        sizes and etags of files. This writer knows the right etags only after its first listing without
-        damage. Until then, it also reads and hashes each small file of the checkpoint. It reads no weights
-        and deltas here.
+        sizes and etags of files. This writer knows the right etag of a file only after a listing without
+        damage that has the file. Until then, it also reads and hashes the file if it is one of the
+        checkpoint's small files. It reads no weights and deltas here.
         """
         newest = self.newest
         if newest is None or self._new_anchor or newest.version < self._intact + _EVERY:
@@ -203,14 +203,14 @@ class RunWriter(PartWriter):
                 self._parts.setdefault((part.base, part.version), {})[rank] = part
         for base, version in [*self._parts]:
             found = sorted(self._parts[base, version].items())
-            if len(found) < len(stored):
-                if self.newest and version < self.newest.version - 2 * max(records.STRIDES):
-                    del self._parts[base, version]  # a rank was behind, and never made this part
+            late = self.newest and version < self.newest.version - 2 * max(records.STRIDES)
+            if len(found) < len(stored) and not late:
                 continue
             del self._parts[base, version]
             if (base, version) == (None, self.ordered):
                 self.ordered = None
-            if all(part.files is not None for _, part in found):
+            # A rank that was far behind has no part; the files of a part that was never made are None.
+            if len(found) == len(stored) and all(part.files is not None for _, part in found):
                 files = [file for _, part in found for file in part.files or ()]
                 if base is None:
                     self._new_anchor = AnchorRef(version=version, files=tuple(files))

@@ -433,7 +433,7 @@ def test_visitors_share_a_limit_on_requests_and_bytes(bucket: Bucket, tmp_path: 
     assert limited.get("runs/r/x") == b"x"
     now[0] += WINDOW_S
     limited.fetch("runs/r/x", tmp_path / "x", BYTES)
-    with pytest.raises(RateLimitError, match=r"2 GB .* try again in 150 s"):
+    with pytest.raises(RateLimitError, match=r"2 GB .* try again in 300 s"):
         limited.fetch("runs/r/x", tmp_path / "x", BYTES // 2)
     with pytest.raises(ProtocolError, match="too large for this page"):  # waiting would not help
         limited.fetch("runs/r/x", tmp_path / "x", BYTES + 1)
@@ -492,12 +492,12 @@ class TestHubQuota:
         def download() -> None:
             answers.extend(visitor.get(f"/dashboard/object?key={key}") for _, key in files)
 
-        assert self.requests(hub, download)[0] < self.FREE * 0.3, "a window can have saved up as many again"
+        assert self.requests(hub, download)[0] < self.FREE * 0.5  # a window of the Hub's can have half more
         assert [answer.status_code for answer in answers[:100]] == [200] * 100
         refused = [answer for answer in answers if answer.status_code != 200]
         assert len(refused) >= self.OBJECTS - CALLS
         assert {answer.status_code for answer in refused} == {429}
-        assert "visitors have used up the 120 reads" in refused[0].text
+        assert "visitors have used up the 240 reads" in refused[0].text
         assert visitor.get("/dashboard/bucket").status_code == 200
 
     def test_a_page_that_is_open_costs_no_requests_to_the_api(self, hub, visitor, pauses) -> None:
