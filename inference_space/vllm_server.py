@@ -79,7 +79,7 @@ class VllmServer(Engine):
 
     def serves(self, checkpoint: Path) -> bool:
         """Whether the engine has the configuration, tokenizer and chat template of `checkpoint`."""
-        return self.alive() and _assets(checkpoint) == self._assets
+        return self.app is not None and self.alive() and _assets(checkpoint) == self._assets
 
     def start(self, checkpoint: Path) -> None:
         """Start vLLM, or raise `EngineError`. When the calling thread ends, Linux kills the engine."""
@@ -106,6 +106,7 @@ class VllmServer(Engine):
         except (Exception, SystemExit) as error:  # SystemExit: `--help` in REPLICA_VLLM_ARGS
             raise EngineError(f"vLLM did not start: {error}; see the log above for the reason") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))
+        gc.unfreeze()  # the objects of the last start
         gc.collect()
         gc.freeze()  # without this, each garbage collection scans all imports, for half a second
 

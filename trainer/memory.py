@@ -50,7 +50,8 @@ def problem(needs: Mapping[str, int], room: int) -> str:
     if sum(need for name, need in needs.items() if name not in ESTIMATED) <= room:
         return ""
     lacking = f"training needs {words(needs)}, but there are {room / 1e9:.0f} GB here"
-    fix = "--mirror host, or " * ("mirror" in needs) + "use a larger GPU, a smaller --model, or more GPUs"
+    fix = "--mirror host, or " * ("mirror" in needs) + "no --exact_old_policy, or " * ("old policy" in needs)
+    fix += "use a larger GPU, a smaller --model, or more GPUs"
     return f"{lacking}: {fix} with `accelerate launch --use_fsdp --fsdp_version 2`"
 
 

@@ -130,7 +130,7 @@ class ReplicaWatch:
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join()
+        self._thread.join(10.0)  # a faulty replica may send its status for ever
         self._http.close()
 
     def wait_for(self, version: int, timeout_s: float = 120.0) -> bool:
@@ -149,8 +149,11 @@ class ReplicaWatch:
             for url in urls:
                 self._record(url, self._ask(url))
             for url in self._last.keys() - urls:
-                gone = {"t": time.time(), "state": "removed", "version": None, "digest": None, "error": None}
-                self._log.append(self._last.pop(url).model_copy(update=gone))
+                self._remove(self._last.pop(url))
+
+    def _remove(self, last: ReplicaEvent) -> None:
+        gone = {"t": time.time(), "state": "removed", "version": None, "digest": None, "error": None}
+        self._log.append(last.model_copy(update=gone))
 
     def _ask(self, url: str) -> ReplicaReport:
         query = {"after": self._after[url]}
@@ -172,6 +175,8 @@ class ReplicaWatch:
             self._log.append(commit)
         self._after[url] = max(self._after[url], *(commit.version for commit in new), -1)
         previous, now = self._last.get(url), report.status
+        if previous and previous.replica != now.replica:  # before its first answer, its URL is its name
+            self._remove(previous)
         self._last[url] = now
         if previous is None or now.model_copy(update={"t": previous.t}) != previous:
             self._log.append(now)
@@ -190,7 +195,10 @@ class Pokes:
 
     def send(self, _: object = None) -> None:
         """Poke every replica in the background. At most one poke of a replica is queued."""
-        for url in self._fleet.urls():
+        urls = self._fleet.urls()
+        for gone in self._pools.keys() - urls:
+            self._pools.pop(gone).shutdown(wait=False)
+        for url in urls:
             last = self._last.get(url)
             if last is None or last.running() or last.done():
                 self._last[url] = self._pools[url].submit(self._poke, url)
@@ -201,5 +209,6 @@ class Pokes:
         self._http.close()
 
     def _poke(self, url: str) -> None:
-        with contextlib.suppress(httpx.HTTPError):
-            self._http.post(f"{url}{POKE_PATH}", headers=spaces.headers(url))
+        poke = self._http.stream("POST", f"{url}{POKE_PATH}", headers=spaces.headers(url))
+        with contextlib.suppress(httpx.HTTPError), poke as answer:
+            spaces.read(answer)

@@ -174,9 +174,14 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             url = conversation.replica
             try:
                 answer, headers = await self._request(f"{url}{path}", payload, timeout)
-                own = int(headers.get("x-policy-term", -1)) == self._term
+                term, syncs = int(headers.get("x-policy-term", -1)), self._model_version_value
+                ahead, own = int(headers.get("x-policy-sync", 0)) > syncs.value + 1, term == self._term
+                if (
+                    ahead if own else term >= 0 and not syncs.inherited
+                ):  # with `--fresh`, nothing is inherited
+                    raise aiohttp.ClientError("it has other weights: does it follow this trainer's --run?")
                 # For the syncs up to `inherited`, an earlier trainer had the same weights as this trainer.
-                last = sys.maxsize if own else self._model_version_value.inherited
+                last = sys.maxsize if own else syncs.inherited
                 conversation.add_turn(payload["prompt"], answer["choices"][0]["token_ids"], headers, last)
                 return answer
             except _RETRIED as error:

@@ -76,7 +76,7 @@ class Fleet:
         reason = "it lists no URL"
         try:
             self._urls = expand(self._entries) or self._urls
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             reason = str(error)
         if self._entries and not self._urls:
             problem = f"--replicas {' '.join(self._entries)} names no replica ({reason})"

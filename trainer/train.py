@@ -38,7 +38,7 @@ from trainer.stop import Stop
 from trainer.tasks import Task, make_task
 
 _FIRST_SYNC = 1  # TRL syncs once before the first step, and gives this sync the number 1
-_HEAD_START_S = 0.05  # on a CPU, the next step waits at most this long for the publisher; see `on_sync`
+_HEAD_START_S = 0.05  # on a CPU, the next step waits at most twice this long for the publisher; see `on_sync`
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
         config.bf16, config.mixed_precision = False, "no"  # without AVX-512, bf16 takes ten times as long
     try:
         train(settings, config)
-    except (DeltaWeightSyncError, SpacesUnavailableError) as error:
+    except (DeltaWeightSyncError, SpacesUnavailableError, TimeoutError) as error:
         sys.exit(f"trainer: {error}")
     except KeyboardInterrupt as interrupt:  # `Stop` puts the signal's number into it
         print("trainer: stopped; the same command resumes from what is in the bucket", flush=True)

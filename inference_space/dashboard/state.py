@@ -175,6 +175,8 @@ class RunState:
                     self._sync(event)
                 case StepEvent():
                     self._step(event)
+                case ReplicaEvent(state="removed"):
+                    self._replicas.pop(event.replica, None)
                 case ReplicaEvent():
                     self._replicas[event.replica] = self._replica(event).report(event, event.t)
                 case CommitEvent():

@@ -16,7 +16,7 @@ import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -63,7 +63,7 @@ class FollowedVersions(
     """Iterates over the versions of a run, with `for` or with `async for`; see `follow`."""
 
     def __init__(self, versions: Generator[FollowedVersion, None, None], stopped: threading.Event) -> None:
-        self._versions, self._stopped, self._next_lock = versions, stopped, threading.Lock()
+        self._versions, self._stopped, self._next_lock = versions, stopped, threading.RLock()
 
     def __next__(self) -> FollowedVersion:
         with self._next_lock:
@@ -82,7 +82,7 @@ class FollowedVersions(
     def close(self) -> None:
         """Stop and release the folder, after any download in progress has ended. Thread-safe."""
         self._stopped.set()
-        with self._next_lock:
+        with self._next_lock, suppress(ValueError):  # if `next` runs in this thread, `_stopped` ends it
             self._versions.close()
 
     def __exit__(self, *_: object) -> None:
@@ -202,12 +202,12 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
     shutil.rmtree(into, ignore_errors=True)
     paths = reader.fetch_all(recipe.deltas, into)
     shutil.copytree(held.path, into, dirs_exist_ok=True)
-    state = map_folder(into, "r+")
     try:
+        state = map_folder(into, "r+")
         for path in paths:
             apply_delta(state, path)
         require_digest(state, manifest)
-    except (errors.CodecError, errors.ProtocolError):
+    except (errors.CodecError, errors.ProtocolError, SafetensorError):
         return False
     return True
 
@@ -256,7 +256,7 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
                 ours = (folder / RECORD).is_file() and not folder.is_symlink() and folder != self._building
                 if ours and folder.resolve() != self._current.resolve():
                     shutil.rmtree(folder)
-            held_version = FollowedVersion(held, self._current) if held else None
+            held_version = FollowedVersion(held, self._current) if held and self._current.exists() else None
             build(self._reader, manifest, self._building, held_version)
             self._show(manifest)
         return self._current.resolve()

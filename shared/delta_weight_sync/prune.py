@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
-from delta_weight_sync.errors import ConfigError, ObjectMissingError
-from delta_weight_sync.reader import RunReader
+from delta_weight_sync.errors import ConfigError, ObjectMissingError, ProtocolError
+from delta_weight_sync.reader import RunReader, manifests_of
 from delta_weight_sync.records import FileRef, Manifest, Writer, state_version, version_key
 from delta_weight_sync.store import Bucket, ObjectInfo
 
@@ -117,6 +117,9 @@ class Pruner:
                 break
             kept |= more
             size, oldest = size + size_of(more), version.number
+        else:
+            if any(listed < oldest for listed in manifests_of([*infos.values()])):
+                raise ProtocolError(f"the manifest of version {oldest - 1} is missing: nothing was deleted")
         self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
         doomed = [(part, infos[key]) for key in infos.keys() - kept if (part := version_key(key))]
         # Manifests are deleted first, so that an interruption leaves no manifest whose files are gone. Among

@@ -7,6 +7,7 @@ handled: listing versions does not need numba.
 """
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,7 +69,8 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
 
 def runs_in(bucket: Bucket) -> list[str]:
     """Names of the runs in a bucket."""
-    return sorted({info.key.split("/")[1] for info in bucket.list("runs/")})
+    found = (re.match(f"runs/({records.RUN_NAME})/", info.key) for info in bucket.list("runs/"))
+    return sorted({match[1] for match in found if match})
 
 
 class RunReader:
@@ -450,7 +452,8 @@ def map_weights(folder: Path, anchor: AnchorRef) -> dict[str, Bits]:
     """Map the weights in a version's files, so that changes of the weights change the files.
     Raises `ProtocolError`, which names the anchor, if the anchor's files are not a checkpoint."""
     try:
-        return checkpoint.map_folder(folder, "r+")
+        files = [checkpoint.map_bits(folder / ref.name, "r+") for ref in anchor.weights]
+        return {name: bits for file in files for name, bits in file.items()}
     except (SafetensorError, ValueError, LookupError) as error:
         raise errors.ProtocolError(
             f"the anchor of version {anchor.version} is not a checkpoint: {error}"

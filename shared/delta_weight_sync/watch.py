@@ -194,6 +194,7 @@ class Watcher:
         if known and not (expected and known.etag == (self._used or {}).get(self._key)):
             self._found = self._found | {self._key: known.etag}
             return True
+        self._reader.fetch_ahead(())  # a HEAD that was read before the list may be older than its etag
         self._found = {info.key: info.etag for info in bucket.list(self._reader.keys.heads)}
         return False
 

@@ -240,7 +240,7 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
     objects = [info.key.rpartition("/")[0] for info in states if not info.key.endswith(".json")]
     assert sorted(objects) == sorted([*folders] * size)
     assert len(folders) == 2
-    assert_restores(tmp_path / "resume:3:4")
+    assert_restores(tmp_path / "resume:3:4", STEPS - 2)
 
 
 @pytest.mark.full
@@ -251,11 +251,11 @@ def test_any_number_of_ranks_resumes(tmp_path):
     for size in (2, 3):
         assert spawn(size, "fsdp", tmp_path, ["resume:4"]) == [[undisturbed]] * size
     assert published(tmp_path / "resume:4") == published(tmp_path / "alone")
-    assert_restores(tmp_path / "resume:4")
+    assert_restores(tmp_path / "resume:4", STEPS)  # that of the trainer before it, which it did not overwrite
 
 
-def assert_restores(folder: Path) -> None:
-    """One process restores the weights and moments that it would have after all steps, bit for bit."""
+def assert_restores(folder: Path, before: int) -> None:
+    """One process restores weights and moments after all steps, bit for bit; if damaged, those `before`."""
     torch.manual_seed(0)
     models = model, restored = Model(), Model()
     optimizer, other = (torch.optim.AdamW(each.parameters(), lr=1e-3, foreach=False) for each in models)
@@ -268,7 +268,7 @@ def assert_restores(folder: Path) -> None:
     damaged = max((folder / "bucket").glob("runs/run/state/*/*"))  # of the newest state, the last rank's
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with _publisher(folder) as publisher:
-        assert publisher.restore(restored.named_parameters(), other) == {"step": STEPS - 2}
+        assert publisher.restore(restored.named_parameters(), other) == {"step": before}
 
 
 @pytest.mark.full

@@ -99,7 +99,7 @@ def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path
     with ThreadPoolExecutor(1) as pool, Processes(tmp_path) as space:
         lost = pool.submit(guess, env, words[0])  # waits for the server to come back
         space.start("env", ["env_space.app"], settings)
-        with pytest.raises(ValueError, match="session"):
+        with pytest.raises(ValueError, match="Session"):
             lost.result(timeout=300)
         assert reward(env) is None, "not scored, rather than scored wrongly"
         env.reset(seed=2)

@@ -125,6 +125,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
             lambda path: path.write_text(""),
             r"replica cannot be created or locked \(File exists\); name a folder",
         ),
+        (lambda path: path.mkdir() or (path / "mine").touch(), "holds other files; name a folder"),
     ],
 )
 def test_a_folder_that_everybody_may_write_to_or_a_file_is_refused(tmp_path, make, said):

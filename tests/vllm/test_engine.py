@@ -254,7 +254,7 @@ def bucket(tmp_path: Path) -> Slow:
 def joining(bucket: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
     monkeypatch.setattr("inference_space.vllm_server.VllmServer._arguments", for_ever)
     run = RealRun(open_bucket(bucket.url), run="joined", width=256)
-    settings = Settings(bucket=bucket.url, run="joined", folder=str(tmp_path))
+    settings = Settings(bucket=bucket.url, run="joined", folder=str(tmp_path / "replica"))
     vllm, reader = VllmServer(settings), RunReader(bucket, "joined")
     joining = Follower(reader, vllm, name="r", folder=tmp_path, poll_s=1.0)
     joining.start()

@@ -114,7 +114,8 @@ def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, 
     syncs = [e for e in events if isinstance(e, SyncEvent)]
     deltas = [sync for sync in syncs if sync.version and sync.changed]
     commits = [e for e in events if isinstance(e, CommitEvent) and not e.joined]
-    held = {e.replica: (e.version, e.digest) for e in events if isinstance(e, ReplicaEvent)}
+    last = {e.replica: e for e in events if isinstance(e, ReplicaEvent)}
+    held = {name: (e.version, e.digest) for name, e in last.items() if e.state != "removed"}
     done = next((e for e in reversed(events) if isinstance(e, DoneEvent)), None)
     rewards = [e.reward for e in events if isinstance(e, StepEvent) and e.reward is not None]
     tenth = max(1, len(rewards) // 10)
@@ -210,7 +211,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     replica = replica_settings(policy, bucket_url, replica_port, folder)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
-    command += ["--minutes", f"{progress.left_s * _TRAINING / 60:.3f}"]
+    command += ["--minutes", f"{max(progress.left_s * _TRAINING / 60, 0.001):.3f}"]  # 0: no limit
     processes.start("trainer", command, TRAINER_ENVIRONMENT | keys, may_end=True)
 
     reader = RunLogReader(open_bucket(bucket_url), RUN)

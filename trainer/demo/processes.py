@@ -122,7 +122,7 @@ def free_port(wanted: int = 0) -> int:
 def exclusive(folder: Path) -> Iterator[None]:
     """Lock `folder` for this process; raises `ChildError` while another process holds the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("a") as lock:
+    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -18,7 +18,7 @@ from trainer.tasks import Task
 
 _RETRY_S = 600.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0)
-_RETRIED = (429, 502, 503, 504)
+_RETRIED = (408, 425, 429)  # and all from 500 on: what the Hub may answer while a Space starts
 _MAX_ANSWER = 64 << 10  # bytes
 
 
@@ -69,13 +69,13 @@ class WordleEnv:
             raise ValueError("the game is over")
         if self._turn == 0:
             await self._call("POST", "/sessions", self._opening)
-        self._turn += 1
-        body = {"word": word, "turn": self._turn}
+        body = {"word": word, "turn": self._turn + 1}
         try:
             played = _played(await self._call("POST", f"/sessions/{self._session}/guess", body))
         except GameLostError:
             self.done, self._reward = True, None
             raise
+        self._turn += 1  # only now: a refused guess takes no turn
         self.done, self.solved, self._reward = played.done, played.solved, played.reward
         return played.observation
 
@@ -101,7 +101,8 @@ class WordleEnv:
                     session.request(method, f"{url}{path}", headers=headers, **options) as response,
                 ):
                     status, text = response.status, await _read(response)
-                if status not in _RETRIED or time.monotonic() > deadline:
+                page = status < 300 and text.lstrip().startswith(b"<")  # also the Hub's, while a Space starts
+                if not (page or status >= 500 or status in _RETRIED) or time.monotonic() > deadline:
                     break
             except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > deadline:

@@ -434,7 +434,7 @@ class Outbox:
     ) -> Kind | None:
         """Call `attempt`; after each `BucketError`, call `again`. Return the result; after `close`, None."""
         began, warned = time.monotonic(), -math.inf
-        while not self._closed:
+        while not (self._closed or self._failure):
             try:
                 done = attempt()
                 self._trouble = None

@@ -25,7 +25,7 @@ from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.resume._state import FoundState, StateRecord, StateSaver, find_state
-from delta_weight_sync.resume.contents import take
+from delta_weight_sync.resume.contents import as_json, take
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import SIGNING_KEY, writer_keys
@@ -234,9 +234,7 @@ class Publisher:
         Raises:
             StateError: The run has versions after version 0 but no state.
         """
-        self._state_files = Scratch()  # until `restore`
-        folder = self._resources.enter_context(self._state_files)
-        self._found = find_state(self.reader, self._outbox, self._peers, folder)
+        self._found = find_state(self.reader, self._outbox, self._peers, Scratch())
         self.resumed_from = self._found.record if self._found else None
         return self.resumed_from
 
@@ -258,7 +256,6 @@ class Publisher:
         assert found is not None
         live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
-        self._state_files.close()
         # If the newest version is damaged, `shapes` is empty. The digest is then not checked, because it also
         # covers the untrained weights, which are unknown.
         published = {name: tensor for name, tensor in live.items() if name in self._outbox.shapes}
@@ -302,9 +299,10 @@ class Publisher:
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():
+            extra = as_json(extra or {}, "`extra`")  # a copy: the caller may change its own meanwhile
             snapshot = take(dict(checkpoint_weights(weights)), optimizer, others, main=self._peers.main)
         first = self.resumed_from is None and self._saver.thread is None
-        self._saver.save(snapshot, self.sync, extra or {})
+        self._saver.save(snapshot, self.sync, extra)
         if first:
             self._saver.wait(_TIMEOUT_S)
             if self._saver.failure:

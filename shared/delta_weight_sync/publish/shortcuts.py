@@ -105,6 +105,7 @@ class Shortcuts:
         self._version = -1
         self._starts = [_Start(stride, self.folder / f"from-{stride}") for stride in STRIDES]
         self._published: deque[Published] = deque()
+        self._anchor: list[FileRef] | None = None  # files of the anchor that `_make` has just stored
         self._stored: list[Stored] = []  # what `stored` returns next
         self._unnamed: dict[str, int] = {}  # key of a stored file that no manifest names yet -> version
         self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps to upload, as `_jump` returns them
@@ -136,6 +137,8 @@ class Shortcuts:
             self._stored.append(Stored(None, manifest.version, None))
         if self.lost and manifest.version % _RESTART_EVERY == 0 and self.idle(0):
             try:
+                for left in self.folder.glob("*.delta"):
+                    left.unlink()
                 write(self.path)
                 self.restart(manifest.version)
             except OSError as error:
@@ -177,9 +180,9 @@ class Shortcuts:
                     return
                 self._busy = True
                 version = self._published.popleft()
-            anchor = None
+            self._anchor = None
             try:
-                anchor = self._follow(version)
+                self._follow(version)
             except BucketError as error:  # the next version tries again
                 self._complain(error)
             except Exception as error:  # noqa: BLE001 - the run continues without shortcuts
@@ -187,7 +190,7 @@ class Shortcuts:
                     self._lose(error)
             with self._changed:
                 if version.anchor:
-                    self._stored.append(Stored(None, version.manifest.version, anchor))
+                    self._stored.append(Stored(None, version.manifest.version, self._anchor))
                 del version  # frees its patches
                 self._busy = False
                 self._changed.notify_all()
@@ -205,8 +208,8 @@ class Shortcuts:
             _log.warning("no jumps and anchors for now: %s", error)
         self._warned = str(error)
 
-    def _follow(self, version: Published) -> list[FileRef] | None:
-        """Apply a version to the copy; make the shortcuts that are due. Return an anchor's files, or None."""
+    def _follow(self, version: Published) -> None:
+        """Apply a version to the copy; make the shortcuts that are due."""
         number, patches = version.manifest.version, version.patches
         for start in self._starts:
             if start.version < 0:
@@ -220,13 +223,13 @@ class Shortcuts:
         self._version = number
         keeps_up = len(self._published) <= _BEHIND
         due = [start for start in self._starts if keeps_up and start.jump_is_due(number)]
-        anchor = self._make(version, due, bits) if due or version.anchor or self._unsent else None
+        if due or version.anchor or self._unsent:
+            self._make(version, due, bits)
         if isinstance(self._writer, RunWriter):
             self._writer.look_for_damage()
-        return anchor
 
-    def _make(self, version: Published, due: list[_Start], bits: dict[str, Bits]) -> list[FileRef] | None:
-        number, anchor = version.manifest.version, None
+    def _make(self, version: Published, due: list[_Start], bits: dict[str, Bits]) -> None:
+        number = version.manifest.version
         require_digest(bits, version.manifest, version.digest)
         for start in due:
             self._unsent.append(self._jump(start, bits))
@@ -240,10 +243,9 @@ class Shortcuts:
                 self._stored.append(Stored(base, end, files))
             del self._unsent[0]
         if version.anchor:
-            anchor = self._writer.put_weights(number, sorted(self.path.iterdir()))
-            self._unnamed |= {file.key: number for file in anchor}
+            self._anchor = self._writer.put_weights(number, sorted(self.path.iterdir()))
+            self._unnamed |= {file.key: number for file in self._anchor}
         self._prune(version.manifest)
-        return anchor
 
     def _jump(self, start: _Start, newest: dict[str, Bits]) -> tuple[int, int, bytes, int]:
         """Make the jump from `start` to the newest version. Return base, version, bytes, changes."""

@@ -148,7 +148,7 @@ class RunWriter(PartWriter):
         checkpoint's small files. It reads no weights and deltas here.
         """
         newest = self.newest
-        if newest is None or self._new_anchor or newest.version < self._intact + _EVERY:
+        if newest is None or self._new_anchor or self.ordered or newest.version < self._intact + _EVERY:
             return
         there = {info.key: info for info in self.bucket.list(self.keys.folder)}
         files = newest.recipe().files

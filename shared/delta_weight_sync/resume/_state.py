@@ -18,7 +18,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
 from delta_weight_sync.publish.sharding import Peers, held_block, local
 from delta_weight_sync.publish.writer import RunWriter, put_file
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import Count, Digest, FileRef, Manifest, Sealed, Time, Writer
+from delta_weight_sync.records import Count, Digest, FileRef, Manifest, Sealed, Time
 from delta_weight_sync.resume import contents
 from delta_weight_sync.resume.contents import Note, Others, Tensors
 from delta_weight_sync.scratch import Scratch
@@ -93,7 +92,8 @@ class StateSaver:
             with self._peers.fail_together():
                 self._save(snapshot, sync, extra)
         except Exception as error:  # noqa: BLE001 - training continues
-            self.failure = error
+            # Without traceback and cause, whose frames would keep the snapshot in memory.
+            self.failure, error.__cause__, error.__context__ = error.with_traceback(None), None, None
             _log.warning("the trainer's state was not saved: %s; earlier states are still valid", error)
         if self._every_s:
             took = time.monotonic() - started
@@ -101,12 +101,12 @@ class StateSaver:
 
     def _save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         # The sync in the state's name is the main rank's: TRL counts syncs on that rank only.
-        own = (self._outbox.pinned(), sync) if self._peers.main else None
-        manifest, sync = self._peers.exchange(own)[0]
+        own = (self._outbox.pinned(), sync, self._writer.writer) if self._writer else None
+        manifest, sync, writer = self._peers.exchange(own)[0]
         if manifest is None:  # the outbox was closed, or failed, before the version was in the bucket
             return
         tensors, note = snapshot
-        name = self._reader.keys.state(manifest.version, sync, Writer(manifest.writer_term, manifest.writer))
+        name = self._reader.keys.state(manifest.version, sync, writer)
         with Scratch() as folder:
             save_file(tensors, path := folder / "state", {"note": note.model_dump_json()})
             stored = put_file(self._reader.bucket, path, f"{name}/rank-{self._peers.rank}.safetensors")
@@ -134,7 +134,7 @@ class FoundState:
     `restore` downloads the other objects that the rank needs. Both steps raise `ProtocolError` for damage.
     """
 
-    def __init__(self, reader: RunReader, record: StateRecord, peers: Peers, folder: Path) -> None:
+    def __init__(self, reader: RunReader, record: StateRecord, peers: Peers, folder: Scratch) -> None:
         self.record, self._reader, self._peers, self._folder = record, reader, peers, folder
         self._files: dict[int, tuple[Any, Note]] = {}  # rank -> its object and note
         size = len(record.ranks)
@@ -177,22 +177,27 @@ class FoundState:
 
     def _file(self, rank: int) -> tuple[Any, Note]:
         if rank not in self._files:
-            path = self._reader.fetch(self.record.ranks[rank], self._folder)
+            path = self._reader.fetch(self.record.ranks[rank], self._folder.path)
             file: Any = safe_open(path, framework="pt")
             self._files[rank] = file, contents.read_note(path.name, file.metadata() or {})
         return self._files[rank]
 
 
-def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Path) -> FoundState | None:
+def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Scratch) -> FoundState | None:
     """Find the newest state to resume from, and download it to `folder`.
 
     Sets `outbox.repeated` to the syncs that the earlier trainer published from that state on. If this trainer
     repeats these syncs exactly, the outbox does not publish them again. Without a state, returns None, or
     raises `StateError` if the run has versions after version 0. Every rank must call this function.
     """
-    with peers.fail_together():
-        listed = list(usable_states(reader)) if peers.main else []
-    for record, later in peers.exchange(listed)[0]:
+    states = usable_states(reader) if peers.main else iter(())
+
+    def following() -> Any:
+        with peers.fail_together():
+            state = next(states, None)  # reads no manifest before the state's version
+        return peers.exchange(state)[0]
+
+    for record, later in iter(following, None):
         found: FoundState | None = None
         with peers.fail_together():
             try:

@@ -74,8 +74,8 @@ def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> 
                 held[entry] = Held(str(value.dtype), block.shape, block.offset, block.extent, on_host)
                 tensors[entry] = local(value).to("cpu", copy=True, memory_format=torch.contiguous_format)
         else:
-            values[entry] = _as_json(value, entry)
-    states = {name: _as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
+            values[entry] = as_json(value, entry)
+    states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
     setup, numbers = _setup(live, optimizer, others), take_random_state()
     _log.info("training waited %s for a copy of its state", time_text(time.monotonic() - started))
     return tensors, Note(held=held, setup=setup, values=values, others=states, random=numbers)
@@ -126,7 +126,7 @@ def take_random_state() -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state(legacy=True)
     gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {
-        "python": _as_json(random.getstate(), "python's random state"),
+        "python": as_json(random.getstate(), "python's random state"),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "torch": [state.tolist() for state in (torch.get_rng_state(), *gpu)],
     }
@@ -177,7 +177,7 @@ def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dic
     return {
         "model": {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in live.items()},
         "trainer": dict.fromkeys(others, "present") | {"optimizer": kind} | trained,
-        "optimizer": {key: _as_json([g.get(key) for g in groups], f"the optimizer's {key}") for key in keys},
+        "optimizer": {key: as_json([g.get(key) for g in groups], f"the optimizer's {key}") for key in keys},
     }
 
 
@@ -194,7 +194,8 @@ def _require_plain(entry: str, tensor: torch.Tensor, parameter: torch.Tensor) ->
         )
 
 
-def _as_json(value: Any, what: str) -> Any:
+def as_json(value: Any, what: str) -> Any:
+    """A copy of `value` as JSON gives it. Raises `StateError`, which calls the value `what`."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:

@@ -18,13 +18,14 @@ from typing import Any, Final
 from urllib.request import Request, urlopen
 
 import obstore
-from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, InvalidPathError
 from obstore.store import S3Store
 
 from delta_weight_sync import errors, store
 
 _PARTS: Final = 8  # requests in parallel
-_MACHINE = "http://169.254.169.254"  # where obstore asks the cloud for keys if no keys are set
+# What refusals say. Without keys, obstore asks the cloud for keys at this address.
+_REFUSED = re.compile(r"40[13]:? (Unauthorized|Forbidden)|ExpiredToken|http://169\.254\.169\.254")
 
 
 class S3Bucket(store.Bucket):
@@ -34,8 +35,9 @@ class S3Bucket(store.Bucket):
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         match = re.fullmatch(r"s3://([a-z0-9.-]+)(?:/(.*?))?/?", url)
-        if not match:
-            raise errors.BucketError(f"{url!r} is not an S3 bucket: write s3://<name>[/<prefix>]")
+        if not match or "://" not in os.environ.get("AWS_ENDPOINT_URL", "://"):
+            fix = "write s3://<name>[/<prefix>], and in AWS_ENDPOINT_URL, if set, https://<host>"
+            raise errors.BucketError(f"{url!r} is not an S3 bucket: {fix}")
         self.url = url.rstrip("/")
         self._root = f"{store.check_key(match[2])}/" if match[2] else ""
         self._store = S3Store(
@@ -102,7 +104,7 @@ class S3Bucket(store.Bucket):
             return errors.BucketMissingError(f"{self.url} does not exist: create it or correct its name")
         if missing:
             return errors.ObjectMissingError(f"{place} does not exist")
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _MACHINE in str(error):
+        if _REFUSED.search(str(error)):
             return errors.AccessDeniedError(
                 f"the store refused {right} access to {place} ({code}): set AWS_ACCESS_KEY_ID and"
                 f" AWS_SECRET_ACCESS_KEY to keys with {right} access"
@@ -110,7 +112,7 @@ class S3Bucket(store.Bucket):
         if isinstance(error, InvalidPathError):
             return errors.BucketError(f"{place} holds an object whose name is invalid ({error}): delete it")
         return errors.BucketUnreachableError(
-            f"{place} cannot be reached ({code}): check the network and AWS_ENDPOINT_URL, and try again later"
+            f"{place} cannot be reached ({code}): check the network, AWS_ENDPOINT_URL and AWS_DEFAULT_REGION"
         )
 
     def _is_there(self) -> bool:
@@ -135,9 +137,10 @@ def _profile() -> Any:
         return None
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
+
+        return Boto3CredentialProvider()
+    except Exception as error:  # such as boto3's ProfileNotFound
         raise errors.AccessDeniedError(
-            f"boto3, which reads the keys in {file}, is missing: run `pip install boto3`, or set"
-            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"boto3 cannot read the keys in {file} ({error}): run `pip install boto3`, set AWS_PROFILE, or"
+            " set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ) from error
-    return Boto3CredentialProvider()

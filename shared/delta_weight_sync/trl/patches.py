@@ -32,6 +32,7 @@ _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
 _START: Any = getattr(_WORKER, "start", None)
 _CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
 _PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None)
+_KILLED = "it was killed, perhaps because the memory is full"
 _SERVER_S = 240  # seconds to wait for vLLM; the same as in TRL
 _replace = setattr  # tests put `monkeypatch.setattr` here, which undoes the patches
 _ROUNDING = 0.1  # in `_require_same_mask`: 16-bit rounding changes results by 0.01, another mask by 1
@@ -83,8 +84,8 @@ def start(worker: Any) -> None:
         _START(worker)
     except RuntimeError as error:
         cause = str(error).replace("Check the child's stderr for the traceback", "See the lines above")
-        if "exitcode=-9" in cause:
-            cause = "it was killed, perhaps because the memory is full"
+        if f"exitcode=-{signal.SIGKILL}" in cause:
+            cause = _KILLED
         with contextlib.suppress(queue.Empty):
             name, message, _ = worker._exception_info_queue.get(timeout=1.0)
             cause = f"{name}: {message}"
@@ -114,6 +115,8 @@ def check_health(worker: Any, stale_after_s: float) -> None:
     """Raise `RolloutError` with the cause if the rollout process failed or hangs."""
     try:
         _CHECK_HEALTH(worker, stale_after_s)
+        if code := worker._process and worker._process.exitcode:
+            raise RuntimeError(_KILLED if code == -signal.SIGKILL else f"it ended with exit code {code}")
     except RuntimeError as error:
         cause = str(error.__cause__ or error).splitlines()[0]  # the child's traceback follows
         raise RolloutError(f"the process that collects rollouts failed: {cause}") from error

@@ -23,9 +23,10 @@ Shapes = dict[str, list[int]]  # checkpoint name -> shape
 def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     """Return the folder that `variable` names; create it for this user alone if it is missing.
 
-    vLLM executes or serves the folder's files (chat templates, weights). So `SettingsError` is raised if the
-    folder belongs to another user (anyone can create one in /tmp), if every user may write to it, or if
-    another process has locked it. With `keep`, this process holds the lock until it ends, however it ends."""
+    vLLM executes or serves the folder's files (chat templates, weights), and a replica deletes files there.
+    So `SettingsError` is raised if the folder belongs to another user (anyone can create one in /tmp), if
+    every user may write to it, if it holds files although no replica used it, or if another process has
+    locked it. With `keep`, this process holds the lock until it ends, however it ends."""
     path, problem = Path(folder), ""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -33,6 +34,8 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
             problem = "belongs to another user"
         elif path.stat().st_mode & stat.S_IWOTH:
             problem = "may be written to by every user"
+        elif {found.name for found in path.iterdir()} - {"lost+found"} and not (path / ".lock").exists():
+            problem = "holds other files"
         else:
             lock = os.open(path / ".lock", os.O_CREAT | os.O_WRONLY, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

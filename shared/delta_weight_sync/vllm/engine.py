@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from delta_weight_sync import compat
-from delta_weight_sync.errors import CommitError, EngineError
+from delta_weight_sync.errors import CommitError, EngineError, WorkerError
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm import METHOD, commits_between_steps, takes_images
 from delta_weight_sync.vllm.disk import Shapes
@@ -171,7 +171,9 @@ class Engine:
         else:
             raise EngineError("this vLLM answers for one engine only; drop --data-parallel-size")
         answers = [answer for workers in engines for answer in workers]
-        for answer in answers:
+        for answer in sorted(
+            answers, key=lambda each: each.get("kind") == WorkerError.kind
+        ):  # the cause first
             if "error" in answer:
                 raise EngineError(answer["error"], answer["kind"])
         return answers

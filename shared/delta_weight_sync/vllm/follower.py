@@ -247,6 +247,8 @@ class Follower:
         wanted = manifest.anchor, self.commands.pinned
         if first and self._refusal and not self._joining.allows(wanted):
             raise self._refusal
+        if not self._engine.alive():
+            self._require_patience(manifest)  # before a checkpoint is written
         if first:
             self._note(f"fetching version {manifest.version}")
         folder, shapes = self._layout.put(manifest)
@@ -258,6 +260,8 @@ class Follower:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
+            if error.kind not in _REFUSALS:
+                self._learned = {}  # to learn again gives the workers new process groups
             if self._healing and not first and error.kind in _REFUSALS:  # do not repeat this heal
                 self._healing, self._heal_refusal = False, f"{error}"
             raise
@@ -272,11 +276,7 @@ class Follower:
         Each start of vLLM makes the wait before the next start longer, until a heal or a long quiet time.
         """
         if started := not self._engine.serves(folder):
-            if not self._starting.allows("vLLM"):
-                raise errors.TooSoonError(
-                    f"version {manifest.version} needs a restart of vLLM, which was started only a moment"
-                    " ago; the replica tries again later"
-                )
+            self._require_patience(manifest)
             self._starting.failed("vLLM")  # counts as a failure, so that the next start must wait
             self.serving, self._learned = None, {}
             self._note(f"starting vLLM with version {manifest.version}")
@@ -291,6 +291,13 @@ class Follower:
                     errors.CodecError.kind,
                 )
             self._learned = shapes
+
+    def _require_patience(self, manifest: Manifest) -> None:
+        if not self._starting.allows("vLLM"):
+            raise errors.TooSoonError(
+                f"version {manifest.version} needs a restart of vLLM, which was started a short time ago; the"
+                " replica tries again later"
+            )
 
     # Note what `report` reports.
 

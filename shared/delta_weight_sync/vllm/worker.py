@@ -310,12 +310,14 @@ def commit(steps: Sequence[Step], ranks: Ranks) -> float:
 class DeltaWorker:
     """What one vLLM worker keeps between two calls of the plugin's method."""
 
+    weights: LiveWeights  # from the first `learn` on
+
     def __init__(self, worker: Any) -> None:
         """`worker`: vLLM's worker, with a loaded model. All workers must do this at the same time."""
         config = worker.vllm_config
         if reason := _unsupported(config):
             raise errors.RouteError(reason)
-        self._model, self._checkpoint = worker.get_model(), config.model_config.model
+        self._model, self._config = worker.get_model(), config
         if next(self._model.parameters()).device.type == "cpu":
             cpu.self_test(self._model)
         self._ranks = Ranks(config.parallel_config.world_size)
@@ -329,6 +331,8 @@ class DeltaWorker:
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
         """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
+        if again := hasattr(self, "weights"):  # perhaps after a timeout, which makes gloo's groups unusable
+            self._ranks = Ranks(self._ranks.size)
         with self._ranks.fail_together():
             learned = routes.learn(self._model, shapes)
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
@@ -337,9 +341,13 @@ class DeltaWorker:
         kept: dict[str, Bits] = {}
         with self._ranks.fail_together():
             if unroutable:  # read what vLLM loaded: a folder, or a model in the Hub's local cache
-                path = Path(self._checkpoint)
-                folder = path if path.is_dir() else snapshot_download(self._checkpoint, local_files_only=True)
-                kept = {name: bits for name, bits in checkpoint.read_bits(Path(folder)) if name in unroutable}
+                model, cache = self._config.model_config, self._config.load_config.download_dir
+                if not (folder := Path(model.model)).is_dir():
+                    place: dict[str, Any] = {"revision": model.revision, "cache_dir": cache}
+                    folder = Path(snapshot_download(model.model, **place, local_files_only=True))
+                kept = {name: bits for name, bits in checkpoint.read_bits(folder) if name in unroutable}
+                if again:  # commits may have changed what vLLM loaded
+                    kept |= {name: bits for name, bits in self.weights._fallback.bits.items() if name in kept}
             fallback = Fallback(self._model, kept)
         self.weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
         self._staged, self._digest = Staged(), self.weights.digest()
