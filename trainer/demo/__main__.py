@@ -252,7 +252,7 @@ def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -
         "REPLICA_POLL_S": "0.1",
         "REPLICA_MAX_MODEL_LEN": str(policy.max_model_len),
         "REPLICA_MAX_NUM_SEQS": str(policy.max_num_seqs),
-        "REPLICA_FOLDER": str(folder),
+        "REPLICA_FOLDER": str(folder / "replica"),
         "REPLICA_VLLM_ARGS": _GPU_SHARE if gpu_build.is_installed() else cpu_share,
         "OMP_NUM_THREADS": "1",
     }
