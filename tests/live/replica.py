@@ -37,7 +37,7 @@ class Server:
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self._command, self._environ, self._log = command, environ, log
         self._process: subprocess.Popen[bytes] | None = None
-        (log.parent / ".lock").touch()  # as if a replica had used the folder; others may hold no files
+        (log.parent / ".lock").touch(0o600)  # as if a replica had used the folder; others may hold no files
 
     def start(self) -> None:
         with self._log.open("ab") as log:
