@@ -92,8 +92,8 @@ class StateSaver:
             with self._peers.fail_together():
                 self._save(snapshot, sync, extra)
         except Exception as error:  # noqa: BLE001 - training continues
-            # Without traceback and cause, whose frames would keep the snapshot in memory.
-            self.failure, error.__cause__, error.__context__ = error.with_traceback(None), None, None
+            error.__cause__ = error.__context__ = None  # their frames would keep the snapshot in memory
+            self.failure = error.with_traceback(None)
             _log.warning("the trainer's state was not saved: %s; earlier states are still valid", error)
         if self._every_s:
             took = time.monotonic() - started

@@ -171,9 +171,8 @@ class Engine:
         else:
             raise EngineError("this vLLM answers for one engine only; drop --data-parallel-size")
         answers = [answer for workers in engines for answer in workers]
-        for answer in sorted(
-            answers, key=lambda each: each.get("kind") == WorkerError.kind
-        ):  # the cause first
+        # Raise the cause: a `WorkerError` only repeats another worker's error.
+        for answer in sorted(answers, key=lambda each: each.get("kind") == WorkerError.kind):
             if "error" in answer:
                 raise EngineError(answer["error"], answer["kind"])
         return answers
