@@ -176,7 +176,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 answer, headers = await self._request(f"{url}{path}", payload, timeout)
                 term, syncs = int(headers.get("x-policy-term", -1)), self._model_version_value
                 own, ahead = term == self._term, int(headers.get("x-policy-sync", 0)) > syncs.value + 1
-                # This trainer never had these weights: of another run, or (with `--fresh`) of an earlier trainer.
+                # This trainer never had the weights of another run or, with `--fresh`, of an earlier trainer.
                 if ahead if own else term >= 0 and not syncs.inherited:
                     raise aiohttp.ClientError("it has other weights: does it follow this trainer's --run?")
                 # For the syncs up to `inherited`, an earlier trainer had the same weights as this trainer.

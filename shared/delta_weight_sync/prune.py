@@ -8,12 +8,11 @@ progress stay. All ages count back from the newest object or version, so a finis
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
-from delta_weight_sync.errors import ConfigError, ObjectMissingError, ProtocolError
+from delta_weight_sync.errors import ConfigError, ObjectMissingError
 from delta_weight_sync.reader import RunReader, manifests_of
 from delta_weight_sync.records import FileRef, Manifest, Writer, state_version, version_key
 from delta_weight_sync.store import Bucket, ObjectInfo
@@ -109,7 +108,7 @@ class Pruner:
         kept = {*spare, *filter(lasts, infos)}
         size, oldest = size_of(kept), newest.version
         limit, since = self._keep.size - reserve, newest.created_at - self._keep.age_s
-        for version in self._versions(newest):
+        for version in self._versions(newest, manifests_of([*infos.values()])):
             whole = version.number == newest.version or is_young(version.key)  # keep all files that it names
             must = whole or version.number >= oldest_state  # keep it even beyond the budget
             more = {version.key, *(version.names if whole else version.needs)} - kept
@@ -117,9 +116,6 @@ class Pruner:
                 break
             kept |= more
             size, oldest = size + size_of(more), version.number
-        else:
-            if any(listed < oldest for listed in manifests_of([*infos.values()])):
-                raise ProtocolError(f"the manifest of version {oldest - 1} is missing: nothing was deleted")
         self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
         doomed = [(part, infos[key]) for key in infos.keys() - kept if (part := version_key(key))]
         # Manifests are deleted first, so that an interruption leaves no manifest whose files are gone. Among
@@ -129,14 +125,18 @@ class Pruner:
         delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)
         return Survey(delete, sum(doomed.info.size for doomed in delete), size, oldest, newest.version)
 
-    def _versions(self, newest: Manifest) -> Iterator[_Version]:
-        """Like `RunReader.versions`, but reads each manifest only once."""
-        version = self._remember(newest)
-        yield version
-        with suppress(ObjectMissingError):
-            while ref := version.parent:
+    def _versions(self, newest: Manifest, listed: Mapping[int, ObjectInfo]) -> Iterator[_Version]:
+        """Yield the versions, newest first. Each manifest is read only once. If one is missing, the next one
+        that is `listed` follows: the versions below the gap are not deleted just because of the gap."""
+        yield (version := self._remember(newest))
+        while ref := version.parent:
+            try:
                 version = self._read.get(ref.key) or self._remember(self._reader.read(Manifest, ref))
-                yield version
+            except ObjectMissingError:
+                if not (older := [number for number in listed if number < version.number]):
+                    return
+                version = self._remember(self._reader.read_listed(listed[max(older)].key))
+            yield version
 
     def _remember(self, manifest: Manifest) -> _Version:
         writer = Writer(manifest.writer_term, manifest.writer)

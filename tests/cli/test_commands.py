@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
@@ -44,6 +45,7 @@ def test_log_lists_every_version(finished):
 
 def test_runs_lists_the_runs_of_a_bucket(finished):
     url, _ = finished
+    open_bucket(url).put("runs/_old/notes", b"no run has such a name")
     (row,) = [json.loads(line) for line in command("runs", url, "--json").output.splitlines()]
     assert (row["run"], row["newest"]) == ("test", 4)
     assert command("runs", url).output.splitlines()[1].split()[-1] == "test"
@@ -120,9 +122,9 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(finished, tmp_path):
 
 
 def test_checkout_writes_over_other_files_only_if_told_to(finished, tmp_path):
-    (tmp_path / "adapter_config.json").touch()
+    save_file({"lora": torch.ones(2).bfloat16()}, tmp_path / "adapter_model.safetensors")
     result = command("checkout", finished[0], "--out", tmp_path)
-    assert (result.code, [path.name for path in tmp_path.iterdir()]) == (1, ["adapter_config.json"])
+    assert (result.code, [path.name for path in tmp_path.iterdir()]) == (1, ["adapter_model.safetensors"])
     assert command("checkout", finished[0], "--out", tmp_path, "--force").code == 0
     assert (tmp_path / WEIGHTS).exists()
 

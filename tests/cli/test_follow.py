@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -20,7 +21,7 @@ from safetensors import safe_open
 from delta_weight_sync import BucketError, FolderError, KeyFormatError, open_run
 from delta_weight_sync import follow as follow_versions
 from delta_weight_sync.checkout import RECORD, CheckpointFolder
-from delta_weight_sync.checkpoint import read_bits, to_bits
+from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.store.notifications import Notifications
@@ -280,6 +281,13 @@ def test_weights_that_somebody_wrote_into_are_replaced(run, folder, turns):
     holds(folder, run)
 
 
+@pytest.mark.parametrize("harm", [lambda at: os.truncate(at / WEIGHTS, 9999), Path.unlink])
+def test_weights_that_are_cut_off_or_gone_are_replaced(run, folder, turns, harm):
+    turns(lambda: [harm(folder / "current"), run.step()])
+    assert follow(run, folder).complaint == ""
+    holds(folder, run)
+
+
 def test_once_brings_it_to_the_newest_version_and_tells_each_version_once(run, folder, tmp_path):
     told = tmp_path / "told"
     words = ("--once", "--on-version", f"echo {{version}} >> {told}")
@@ -412,6 +420,14 @@ def test_one_version_can_be_pinned_and_close_ends_a_held_iterator(run, folder):
         versions.close()
         assert list(versions) == []
     assert is_free(run, folder)
+
+
+def test_it_can_be_closed_where_an_error_is_reported(folder, tmp_path):
+    versions = follow_versions(f"{tmp_path.as_uri()}#run", folder, on_error=lambda _: versions.close())
+    thread = threading.Thread(target=list, args=[versions], daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_errors_of_a_single_version_are_raised_and_a_wrong_key_too(folder, tmp_path):

@@ -150,6 +150,16 @@ def test_gc_says_what_it_would_delete_and_why_and_deletes_it(run):
     assert {line.split()[1] for line in lines} == before - keys(run)
 
 
+def test_what_is_below_a_missing_manifest_stays_as_long_as_the_budget_allows(run):
+    run.bucket.delete([next(key for key in keys(run) if "/manifests/00000040." in key)])
+    before = {key for key in keys(run) if "/manifests/" in key}
+    assert command("gc", run.bucket.url, "--keep", "90MB").code == 0
+    assert {key for key in keys(run) if "/manifests/" in key} == before
+    assert "the manifest of version 40 is missing" in command("verify", run.bucket.url).complaint
+    prune(run.bucket, survey(run, "800KB"))
+    assert command("verify", run.bucket.url).code == 0
+
+
 @pytest.mark.parametrize("keep", ["20", "GB", "-1GB", "0GB", "7w", ""])
 def test_what_cannot_be_kept_is_refused(keep):
     with pytest.raises(ConfigError, match="write it as 20GB, 7d or 12h"):

@@ -93,6 +93,22 @@ def test_all_of_the_next_version_is_read_at_once(tmp_path: Path, poked: bool, at
     run.close()
 
 
+def test_a_head_that_was_read_before_a_listing_is_not_taken_for_the_listed_one(tmp_path: Path) -> None:
+    run, reader = Drifting(tmp_path, run=RUN), reader_of(tmp_path)
+    watcher, seen = Watcher(reader, poll_s=0.0), list[Manifest]()
+    assert watcher.check(seen.append)
+    reader.bucket.url = "hub"  # nothing is read ahead from a folder
+    run.step()
+    for _ in range(2):  # the second poke brings no news: the HEAD that was read ahead is left
+        watcher.poke()
+        watcher.check(seen.append)
+    run.step()
+    watcher.refresh()
+    assert watcher.check(seen.append)
+    assert [each.version for each in seen] == [0, 1, 2], "else the newest one counts as used, and is missed"
+    run.close()
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_head_is_read_around_and_the_next_trainer_mends_it(written: Path, damage: str) -> None:
     digest = reader_of(written).manifest().digest

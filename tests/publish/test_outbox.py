@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from delta_weight_sync.publish.undo import UndoLog, bf16_bits
 from delta_weight_sync.runlog import RunLogReader, SyncEvent
 from delta_weight_sync.store import Bucket, open_bucket
 from tests.support.real_run import PATIENCE_S, RUN, TENSORS, Drifting, SlowLink
+from tests.support.waiting import soon
 
 
 @pytest.fixture
@@ -209,6 +211,19 @@ def test_another_model_is_refused_and_nothing_follows(make_run, tmp_path, names,
         with pytest.raises(ValueError, match=sentence):
             again()
     assert rebuilt(run, tmp_path) == run.newest.digest != run.digest()
+
+
+def test_after_a_failed_hand_over_what_is_being_published_is_not_tried_again(make_run, monkeypatch):
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
+    run = make_run()
+    with mock.patch.object(run.reader.bucket, "put_all", side_effect=BucketUnreachableError("down")) as put:
+        run.move()
+        run.publish()
+        soon(lambda: put.called)
+        with pytest.raises(ValueError, match="was not published"):
+            run.outbox.publish([], 2)
+    soon(lambda: not run.outbox._busy)
+    assert run.reader.manifest().version == 0, "old bits, which the mirror gives, may be wrong by now"
 
 
 def test_the_log_tells_what_was_published(make_run):

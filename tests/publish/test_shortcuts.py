@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -149,13 +150,22 @@ def test_a_full_disk_costs_shortcuts_and_nothing_else(run, tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr("delta_weight_sync.publish.shortcuts.shutil.copytree", full)
+        patch.setattr("delta_weight_sync.publish.shortcuts._budget", lambda _: 0)  # patches are in files
         run.steps(2)
     assert "no jumps and anchors for now: No space left on device" in caplog.text
     monkeypatch.setattr("delta_weight_sync.publish.shortcuts._RESTART_EVERY", 4)
     run.steps(15)
     assert spans(run.newest.jumps) == [(4, 8), (8, 16)]
     assert run.newest.version == 17
+    assert [*run.outbox.shortcuts.folder.glob("*.delta")] == []
     is_built(run.reader, 17, tmp_path)
+
+
+def test_an_anchor_is_named_though_what_comes_after_its_upload_fails(run, monkeypatch):
+    monkeypatch.setattr(RunWriter, "anchor_is_due", lambda self: not (self.ordered or self._new_anchor))
+    monkeypatch.setattr(RunWriter, "look_for_damage", mock.Mock(side_effect=BucketUnreachableError("down")))
+    run.steps(2)
+    assert run.newest.anchor.version == 1
 
 
 def test_a_copy_that_somebody_wrote_into_makes_no_jump(run, caplog):

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -51,7 +52,9 @@ class Loop:
 
     def save(self) -> bool:
         extra = {"step": self.step}
-        return self.publisher.save_state(self.weights(), self.optimizer, extra=extra, schedule=self.schedule)
+        saved = self.publisher.save_state(self.weights(), self.optimizer, extra=extra, schedule=self.schedule)
+        extra["step"] = -1  # while the state is being uploaded
+        return saved
 
     def train(self) -> None:
         self.step += 1
@@ -180,6 +183,15 @@ def test_a_damaged_newest_version_is_followed_by_the_restored_weights(url, base,
         loop.train()
         loop.publish()
     assert [(6, *undisturbed[4][1:]), (7, *undisturbed[5][1:])] == versions(url)[6:]
+
+
+def test_a_damaged_manifest_before_the_newest_state_is_not_read(url, base, tmp_path, monkeypatch):
+    life(url, base, 5, every=4)  # the states of versions 0 and 4
+    next(tmp_path.glob("bucket/runs/run/manifests/00000002*")).write_bytes(b"torn")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with contextlib.closing(Loop(url, base)) as loop:
+        assert (loop.restore(), loop.step) == (True, 4)
+        assert [*tmp_path.glob("*/rank-0.safetensors")] == [], "what was restored does not stay on the disk"
 
 
 def test_states_of_a_signed_run_are_signed(url, base, monkeypatch, caplog):
@@ -323,6 +335,18 @@ def test_a_value_that_cannot_be_saved_is_refused(url, base):
         odd: Any = SimpleNamespace(state_dict=lambda: {"it": json})
         with pytest.raises(StateError, match="the schedule cannot be saved"):
             publisher.save_state(weights.items(), torch.optim.SGD(weights.values()), schedule=odd)
+        with pytest.raises(StateError, match="`extra` cannot be saved"):
+            publisher.save_state(weights.items(), torch.optim.SGD(weights.values()), extra={"it": json})
+
+
+def test_a_state_that_could_not_be_uploaded_is_freed(url, base):
+    with contextlib.closing(Loop(url, base)) as loop:
+        loop.run(0)
+        with mock.patch.object(loop.publisher.reader.bucket, "_put", side_effect=OSError("no space left")):
+            assert loop.save()
+            loop.publisher.flush()
+        failure = loop.publisher.state_failure
+        assert failure.__traceback__ is failure.__cause__ is failure.__context__ is None
 
 
 @pytest.mark.parametrize(("upload_s", "saved_at"), [(1, [0, 300, 600, 900]), (60, [0, 600, 1200])])

@@ -14,6 +14,7 @@ from delta_weight_sync.records import AnchorRef
 from delta_weight_sync.store import DIRECT, Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_bucket
 from tests.support.buckets import KEY, OPERATIONS, every_operation
+from tests.support.http_server import answering
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +228,16 @@ def test_the_keys_of_a_profile_open_s3(s3_env, monkeypatch, tmp_path):
     bucket = open_bucket("s3://profiled/weights", create=True)
     bucket.put("HEAD", b"1")
     assert bucket.get("HEAD") == b"1"
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    with pytest.raises(AccessDeniedError, match=r"cannot read the keys in .* set AWS_PROFILE"):
+        open_bucket("s3://profiled")
+
+
+def test_keys_that_s3_refuses_are_named(s3_env, monkeypatch):
+    with answering(lambda _: (403, {}, b"<Error><Code>InvalidAccessKeyId</Code></Error>")) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        with pytest.raises(AccessDeniedError, match=r"InvalidAccessKeyId.*: set AWS_ACCESS_KEY_ID"):
+            open_bucket("s3://weights").list("")
 
 
 def test_an_s3_that_is_gone_is_named(s3_env, refusing, monkeypatch):
@@ -234,4 +245,7 @@ def test_an_s3_that_is_gone_is_named(s3_env, refusing, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", refusing)
     sentence = r"s3://weights/HEAD cannot be reached .* AWS_ENDPOINT_URL"
     with pytest.raises(BucketUnreachableError, match=sentence):
+        open_bucket("s3://weights").stat("HEAD")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", refusing.removeprefix("http://"))
+    with pytest.raises(BucketError, match="in AWS_ENDPOINT_URL, if set, https://<host>"):
         open_bucket("s3://weights").stat("HEAD")

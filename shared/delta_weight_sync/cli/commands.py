@@ -212,7 +212,8 @@ def _verify(arguments: Arguments) -> None:
     reader.manifest()  # raises an error if there is no version
     manifests = [*reader.versions()][::-1]
     if min(manifests_of(reader.bucket.list(reader.keys.manifests))) < (oldest := manifests[0].version):
-        raise ProtocolError(f"the manifest of version {oldest - 1} is missing, but older ones are there")
+        gap = f"the manifest of version {oldest - 1} is missing, but older ones are there"
+        raise ProtocolError(f"{gap}: it was lost, or a `gc` was interrupted")
     with Scratch() as folder:
         for manifest in _verified(reader, manifests, folder):
             facts = {"version": manifest.version, "digest": manifest.digest}
