@@ -170,8 +170,7 @@ def _guard(app: ASGIApp, key: str) -> ASGIApp:
             if scope["type"] == "http":
                 receive = replay(await read_body(receive, MAX_BODY_BYTES, LIMITS.request_s), receive)
         except HTTPException as refused:
-            refusal = problem(refused.status_code, refused.detail, refused.headers)
-            return await refusal(scope, receive, send)
+            return await problem(refused.status_code, refused.detail, refused.headers)(scope, receive, send)
         return await app(scope, receive, send)
 
     return checked
@@ -211,8 +210,7 @@ def _add_games(
 
 def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics) -> None:
     """Add the read-only routes."""
-    every_word, length = rules.train + rules.held_out, rules.settings.length
-    words = Words(answers=every_word, held_out=rules.held_out, length=length)
+    words = Words(answers=rules.train + rules.held_out, held_out=rules.held_out, length=rules.settings.length)
     metrics.active.set_function(sessions.__len__)
     metrics.capacity.set(sessions.capacity)
     app.mount("/page", StaticFiles(directory=PAGE))

@@ -97,8 +97,7 @@ class Table:
 
     def answer(self, raw: str) -> Answer | None:
         """Answer one message. Returns None if the message ends the connection."""
-        message = _object(raw)
-        if message is None:
+        if (message := _object(raw)) is None:
             example = '{"type": "reset", "data": {}}'
             return _error("INVALID_JSON", f"The message is not a JSON object: send one like {example}.")
         data = message.get("data", {})

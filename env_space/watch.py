@@ -88,8 +88,7 @@ def replica_headers(url: str, key: str) -> dict[str, str]:
     """Headers with the replica's `key`. If `url` looks like a Space of this owner, also the Hub token."""
     owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # hyphens, as in host names
     space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
-    same_owner = owner and re.fullmatch(space, url, re.IGNORECASE)
-    token = os.environ.get("HF_TOKEN", "") if same_owner else ""
+    token = os.environ.get("HF_TOKEN", "") if owner and re.fullmatch(space, url, re.IGNORECASE) else ""
     headers = {KEY_HEADER: key, "Authorization": token and f"Bearer {token}"}
     return {name: value for name, value in headers.items() if value}
 

@@ -30,9 +30,7 @@ Mask = NDArray[np.bool_]
 
 class PastPolicy:
     """A second model with the bf16 weights of an earlier sync. It computes as the trainer's model does.
-
-    To move the model to another sync, only the weights that changed in between are written.
-    """
+    To move the model to another sync, only the weights that changed in between are written."""
 
     def __init__(self, policy: torch.nn.Module, token_budget: int) -> None:
         """Copy `policy`. `token_budget`: maximum tokens of a forward pass, 0 for no limit.
@@ -71,8 +69,7 @@ class PastPolicy:
             if rows[-1].samples and self._token_budget and not rows[-1].fits(query, self._token_budget):
                 rows.append(TreeRow())
             rows[-1].add(query)
-        found = [forward(self._model, row.pack()) for row in rows]
-        return torch.cat(found).float().cpu().numpy()
+        return torch.cat([forward(self._model, row.pack()) for row in rows]).float().cpu().numpy()
 
 
 def query(input_ids: NDArray[np.int64], asked: Mask) -> dict[str, Any]:

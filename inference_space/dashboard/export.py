@@ -109,8 +109,7 @@ def _frames(library: Library) -> dict[int, Progress]:
     if log.skipped:
         print(f"{log.skipped} lines of the run's log are left out: they are not valid events")
     state.digests |= library.digests(state.served())
-    newest = state.progress()
-    if newest is None:
+    if (newest := state.progress()) is None:
         raise ProtocolError(f"run {library.run!r} in {library.bucket.url} has not published a first version")
     *earlier, last = moments(newest.version)
     return {version: state.at(version, library.digests) for version in earlier} | {last: newest}

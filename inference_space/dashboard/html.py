@@ -15,7 +15,6 @@ from markupsafe import Markup
 from delta_weight_sync.util import count_text, size_text, time_text
 
 STATIC = Path(__file__).parent / "static"
-_STYLES = ("style.css", "explain.css", "shell.css")
 # Each script needs the scripts before it.
 _SCRIPTS = "formulas stage ship rounding landing sync explain controls shell hover".split()  # noqa: SIM905
 _COLOURS = 6  # different colours of replicas
@@ -84,4 +83,4 @@ def scripts() -> str:
 
 
 def styles() -> str:
-    return "\n".join((STATIC / name).read_text() for name in _STYLES)
+    return "\n".join((STATIC / name).read_text() for name in ("style.css", "explain.css", "shell.css"))

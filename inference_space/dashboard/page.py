@@ -102,8 +102,7 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
     answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
     gr.HTML(render_template("actions.html"), apply_default_css=False)
     for button, act in acts.items():
-        run = guarded(controls, owner, act)
-        button.click(run, [key, version], [state, answer], show_progress="hidden")
+        button.click(guarded(controls, owner, act), [key, version], [state, answer], show_progress="hidden")
 
 
 def describe(controls: Controls) -> Markup:
@@ -149,8 +148,7 @@ def build(view: Callable[[], data.RunView], controls: Controls | None, owner: Ow
         if controls:
             with gr.Column(elem_classes=["view", "view-owner"]):
                 owner_tab(controls, owner)
-        events = [blocks.load, gr.Timer(data.EVERY_S).tick]
-        gr.on(events, tick, seen, [page, seen], show_progress="hidden")
+        gr.on([blocks.load, gr.Timer(data.EVERY_S).tick], tick, seen, [page, seen], show_progress="hidden")
     for event in blocks.fns.values():
         event.queue = False  # each call is short, and a queue would be one more route to guard
         event.api_visibility = "private"  # otherwise the page documents an API, with the server's name

@@ -50,8 +50,7 @@ class OpenedDelta:
     @property
     def encoding(self) -> str:
         """The encoding, as far as the modes tell it: both encodings may use `mask`, `dense` and `raw`."""
-        known = "small" if "bands" in self.modes else "fast" if "gaps" in self.modes else ""
-        return known or "fast or small"
+        return "small" if "bands" in self.modes else "fast" if "gaps" in self.modes else "fast or small"
 
 
 def open_delta(paths: Iterable[Path]) -> OpenedDelta:

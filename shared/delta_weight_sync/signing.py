@@ -104,10 +104,9 @@ def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
     signing = SigningKey(text) if text else None
     trusted = PublicKeys(environ.get(PUBLIC_KEY, "") or (signing.public if signing else ""))
     if signing and signing.public not in trusted:
-        raise KeyFormatError(
-            f"readers that trust {trusted} would refuse what {fingerprint(signing.public)} signs: add"
-            f" {signing.public} to {PUBLIC_KEY}, or use the matching key as {SIGNING_KEY}"
-        )
+        fix = f"add {signing.public} to {PUBLIC_KEY}, or use the matching key as {SIGNING_KEY}"
+        signer = fingerprint(signing.public)
+        raise KeyFormatError(f"readers that trust {trusted} would refuse what {signer} signs: {fix}")
     return signing, trusted
 
 
@@ -167,16 +166,13 @@ def _word(given: str | Path, variable: str, kind: str) -> str:
         lines = Path(given).read_text().splitlines()
         return next(line.partition("=")[2] for line in lines if line.startswith(f"{variable}="))
     except (OSError, ValueError, StopIteration):  # do not quote what was given: it may be a secret
-        raise KeyFormatError(
-            f"the given {variable} is neither a key, which begins with {kind}, nor a file that"
-            " `delta-weight-sync keygen FILE` wrote"
-        ) from None
+        key, file = f"a key, which begins with {kind}", "a file that `delta-weight-sync keygen FILE` wrote"
+        raise KeyFormatError(f"the given {variable} is neither {key}, nor {file}") from None
 
 
 def _parsed(text: str, kind: str, variable: str) -> bytes:
     """The 32 bytes of a key. The error does not quote the text, which may be a secret."""
-    found = re.fullmatch(f"{kind}([0-9a-f]{{64}})", text.strip())
-    if not found:
+    if not (found := re.fullmatch(f"{kind}([0-9a-f]{{64}})", text.strip())):
         rest = "64 hex digits, as `delta-weight-sync keygen FILE` writes"
         raise KeyFormatError(f"{variable} is not a key: write {kind} and {rest}")
     return bytes.fromhex(found[1])

@@ -145,6 +145,7 @@ class Watcher:
         self._notifications.known = self._found
         self._fruitful = self._found != self._used if prompted else self._fruitful
         if self._found == self._used or not self._finding.allows(self._found):
+            self._reader.fetch_ahead(())  # a HEAD that was read ahead in vain must not pass for a later one
             return None
         if known:
             self._fetch_ahead(following, self._key)
@@ -194,7 +195,6 @@ class Watcher:
         if known and not (expected and known.etag == (self._used or {}).get(self._key)):
             self._found = self._found | {self._key: known.etag}
             return True
-        self._reader.fetch_ahead(())  # a HEAD that was read before the list may be older than its etag
         self._found = {info.key: info.etag for info in bucket.list(self._reader.keys.heads)}
         return False
 

@@ -37,6 +37,9 @@ Client = str | None  # a visitor's address, or None for a client with the key
 # its option `forwarded_allow_ips`, uvicorn reads X-Forwarded-For from the end. The first address outside of
 # these networks is the client's address. A client can forge only addresses further left in this header.
 PROXIES = "127.0.0.0/8,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7"
+MAX_HEADERS = 100  # of a request, trailers included
+STOP_S = 20  # seconds after a signal in which uvicorn must stop
+_CLEAN_S = 5  # further seconds to remove temporary files, if uvicorn did not stop
 
 
 def client_address(scope: Scope) -> str:
@@ -49,9 +52,6 @@ def client_address(scope: Scope) -> str:
     if isinstance(address, IPv6Address):
         return str(address.ipv4_mapped or ip_network((address.packed, 64), strict=False))
     return str(address)
-
-
-MAX_HEADERS = 100
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= MAX_HEADERS:  # trailers count, too
+        if len(self.headers) >= MAX_HEADERS:
             raise ValueError("too many headers")
         super().on_header(name, value)
 
@@ -195,10 +195,6 @@ def open_files(wanted: int) -> int:
     allowed = min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
     return allowed
-
-
-STOP_S = 20  # seconds after a signal in which uvicorn must stop
-_CLEAN_S = 5  # further seconds to remove temporary files, if uvicorn did not stop
 
 
 class _Server(uvicorn.Server):

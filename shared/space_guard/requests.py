@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive
 
+Headers = Iterable[tuple[bytes, bytes]]
 KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it for private Spaces
 _KEY_HEADER = KEY_HEADER.lower().encode()
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
@@ -44,9 +45,6 @@ def openai_error(refusal: HTTPException, kind: str = "refused") -> JSONResponse:
 
 def too_many(sentence: str) -> HTTPException:
     return HTTPException(429, f"{sentence}; try again in a moment", {"Retry-After": "1"})
-
-
-Headers = Iterable[tuple[bytes, bytes]]
 
 
 def has_key(key: str, headers: Headers) -> bool:
@@ -101,10 +99,8 @@ class RateLimit:
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
     def spend(self, client: str, cost: float) -> float:
-        """Charge a client `cost`, which must be at most `burst`, and return 0.
-
-        If the client cannot pay, charge nothing, and return the seconds until the client can pay.
-        """
+        """Charge a client `cost`, which must be at most `burst`, and return 0. If the client cannot pay,
+        charge nothing, and return the seconds until the client can pay."""
         now = self._clock()
         until = max(now, self._paid_until.get(client, now)) + cost / self._per_second
         if until > now + self._ahead_s:

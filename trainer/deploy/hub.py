@@ -188,8 +188,7 @@ def spaces_of(
     known = [match for name in names if (match := pattern.fullmatch(name))]
     matches = [match for match in known if page in (None, match[1] == "page")]
     matches.sort(key=lambda match: (match[1] == "page", int(match[2] or 0)))
-    found = [_space(api, match[0]) for match in matches]
-    existing = [space for space in found if space]
+    existing = [space for match in matches if (space := _space(api, match[0]))]
     if foreign := ", ".join(s.repo_id for s in existing if not s.variables.items() >= MARK.items()):
         fix = "choose another --name, or delete it on the Hub"
         raise DeployError(f"{foreign} was not made by trainer.deploy, so nothing was changed: {fix}")

@@ -28,8 +28,7 @@ def space_key_file(owner: str) -> Path:
 
 def read_space_key(owner: str) -> str | None:
     """The owner's SPACE_KEY, or None if this machine has no file with it."""
-    file = space_key_file(owner)
-    if not file.exists():
+    if not (file := space_key_file(owner)).exists():
         return None
     if len(key := _variables(file).get("SPACE_KEY", "")) < 32:
         raise DeployError(f"{file} has no SPACE_KEY of 32 or more characters: delete it to get a new key")
@@ -57,8 +56,7 @@ def signing_file(owner: str, name: str) -> Path:
 def read_signing_keys(owner: str, name: str) -> tuple[str, str] | None:
     """The public half of the key with which the trainer signs, and the public keys that replicas trust
     (several while keys are changed). None if this machine has no file with this deployment's keys."""
-    file = signing_file(owner, name)
-    if not file.exists():
+    if not (file := signing_file(owner, name)).exists():
         return None
     lines = _variables(file)
     try:

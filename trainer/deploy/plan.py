@@ -57,18 +57,15 @@ def write(plans: list[SpacePlan], folder: Path) -> None:
         raise DeployError(f"--dry-run {folder} is not empty: name a new folder")
     for app in APPS:
         stage(app, folder / app)
-    bucket = plans[-1].variables["REPLICA_BUCKET"]  # the last Space is a replica's
-    plan = {"bucket": bucket, "spaces": list(map(asdict, plans))}
+    plan = {"bucket": plans[-1].variables["REPLICA_BUCKET"], "spaces": list(map(asdict, plans))}
     (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
 
 
 def make_plan(
     owner: str, name: str, *, run: str, hardware: str, replicas: int, public: bool, trusted: str
 ) -> list[SpacePlan]:
-    """The environment's Space and the replicas' Spaces. Raises `DeployError` for a wrong option.
-
-    Replicas trust the public keys in `trusted`. If `trusted` is empty, replicas do not check signatures.
-    """
+    """The environment's Space and the replicas' Spaces. Raises `DeployError` for a wrong option. Replicas
+    trust the public keys in `trusted`. If `trusted` is empty, replicas do not check signatures."""
     for option, value in (("--owner", owner), ("--name", name)):
         if not _NAME.fullmatch(value):
             raise DeployError(f"{option} {value!r} is not a name: use only letters, digits, '-' and '_'")

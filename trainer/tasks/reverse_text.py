@@ -42,8 +42,7 @@ def similarity(answer: str, text: str) -> float:
 
 
 def reward_reversed(completions: list[list[dict[str, str]]], text: list[str], **_: Any) -> list[float]:
-    pairs = zip(completions, text, strict=True)
-    return [similarity(messages[-1]["content"], asked) for messages, asked in pairs]
+    return [similarity(said[-1]["content"], asked) for said, asked in zip(completions, text, strict=True)]
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int, *, held_out: bool = False) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, cast
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -30,8 +30,6 @@ from delta_weight_sync.util import in_order
 
 DELTA_FORMAT = "delta-weight-sync-delta/2"
 Encoding = Literal["fast", "small"]
-_UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
-_LONGEST = 300  # max characters of an error's reason
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
 _MOST, _DIMS = 1 << 48, 32  # max elements and max dimensions of a tensor
 _Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a group's index
@@ -121,7 +119,6 @@ class Delta:
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
 
     def _read_table(self, text: str) -> None:
-        """Read and check the table of tensors."""
         table = sorted(_TABLE.validate_json(text, strict=True), key=itemgetter(3))
         names, shapes, changes, group = zip(*table, strict=True) if table else ((), (), (), ())
         numels = [*map(math.prod, shapes)]
@@ -169,12 +166,11 @@ def encode(
     Returns:
         The bytes of the file.
     """
-    changed = (patch for patch in patches if patch.index.size)
     table: list[tuple[str, Sequence[int], int, int]] = []
     described: list[Group] = []
     streams: Streams = {}
     sparse: Mode = "bands" if encoding == "small" else "gaps"
-    jobs = groups.encode_jobs(changed, old, sparse)
+    jobs = groups.encode_jobs((patch for patch in patches if patch.index.size), old, sparse)
     for members, (group, coded) in in_order(lambda job: (job[1], groups.encode_group(*job)), jobs):
         table += [(p.name, p.shape, p.index.size, len(described)) for p in members]
         streams |= {f"{len(described)}.{key}": stream for key, stream in coded.items()}
@@ -202,9 +198,8 @@ def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHO
     if len({delta.version for delta in deltas}) == 1:
         # The shares rotate from part to part. Otherwise share 0 would get all parts that have a single group.
         first, every = share
-        shares = (((first - at) % every, every) for at in range(len(deltas)))
-        parts = zip(deltas, shares, strict=True)
-        return chain.from_iterable(delta.decode(shapes, old, some) for delta, some in parts)
+        parts = (delta.decode(shapes, old, ((first - at) % every, every)) for at, delta in enumerate(deltas))
+        return chain.from_iterable(parts)
     found: dict[str, Patch] = {}
 
     def between(name: str) -> Bits:
@@ -216,8 +211,7 @@ def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHO
         return bits
 
     for delta in deltas:
-        patches = list(delta.patches(shapes, between))
-        found = {p.name: p for p in merge(list(found.values()), patches)}
+        found = {p.name: p for p in merge([*found.values()], [*delta.patches(shapes, between)])}
     return [Decoded.of([*found.values()])]
 
 
@@ -226,7 +220,7 @@ def _named(path: Path) -> Iterator[None]:
     """Turn the exceptions of a damaged file into a `CodecError` that names the file."""
     try:
         yield
-    except _UNREADABLE as error:
+    except (SafetensorError, zstandard.ZstdError, ValueError, LookupError, MemoryError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        line = " ".join(reason.split())[:_LONGEST]  # a hostile file must not put long texts into a log
+        line = " ".join(reason.split())[:300]  # a hostile file must not put long texts into a log
         raise CodecError(f"{path.name} is not a readable delta: {line}") from error

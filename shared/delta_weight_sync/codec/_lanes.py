@@ -50,8 +50,7 @@ def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: An
         lower = ir.Constant(_WORD, 0)
         for band in range(BANDS - 1):
             limit = builder.load(builder.gep(first_limit, [ir.Constant(_WORD, band)]))
-            flags = builder.icmp_signed("<", exponents, _broadcast(builder, limit))
-            upto = builder.bitcast(flags, _WORD)
+            upto = builder.bitcast(builder.icmp_signed("<", exponents, _broadcast(builder, limit)), _WORD)
             mask = builder.and_(upto, builder.not_(lower))
             builder.store(mask, builder.gep(first_mask, [ir.Constant(_WORD, band)]))
             lower = upto
@@ -101,8 +100,7 @@ def length(typing: Any, word: Any) -> Any:
     """Number of bits that a uint64 needs: the position of its highest set bit, plus 1; 0 for zero."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        zeros = builder.ctlz(values[0], ir.Constant(ir.IntType(1), 0))
-        return builder.sub(ir.Constant(_WORD, LANES), zeros)
+        return builder.sub(ir.Constant(_WORD, LANES), builder.ctlz(values[0], ir.Constant(ir.IntType(1), 0)))
 
     return types.int64(types.uint64), emit
 
@@ -131,5 +129,4 @@ def _load(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -
 def _broadcast(builder: Any, value: Any) -> Any:
     undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(_INDEX, 0))
-    everywhere = ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES)
-    return builder.shuffle_vector(first, undefined, everywhere)
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES))

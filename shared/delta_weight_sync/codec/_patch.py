@@ -22,6 +22,8 @@ INFINITY = 0x7F80  # the exponent of infinities and NaNs
 _LINE = 1 << 11  # values compared at a time; their bf16 bits fit into the fastest cache
 _CHUNK = 1 << 18  # one call of `_compare` compares about this many values, at most twice as many
 _BATCHES = 16  # calls of `_compare` in one job of a thread
+ULP_CLASSES = ("1", "2", "3-4", "5-16", "17-256", "257+")  # sizes of changes in ULPs, in either direction
+_CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # smallest size in each class but the first
 
 
 @dataclass(slots=True)
@@ -45,10 +47,6 @@ class Patch:
     def numel(self) -> int:
         """Number of elements of the tensor."""
         return math.prod(self.shape)
-
-
-ULP_CLASSES = ("1", "2", "3-4", "5-16", "17-256", "257+")  # sizes of changes in ULPs, in either direction
-_CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # smallest size in each class but the first
 
 
 def count_ulps(patch: Patch) -> NDArray[np.int64]:
@@ -109,8 +107,7 @@ def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
 
     found = [*chain.from_iterable(in_order(work, jobs, threads))]
     counts, places, amounts = zip(*found, strict=True)
-    of_pieces = np.concatenate(counts, 1)
-    of_tensors = np.stack([np.bincount(pieces[:, 0], row, len(tensors)) for row in of_pieces])
+    of_tensors = np.stack([np.bincount(pieces[:, 0], row, len(tensors)) for row in np.concatenate(counts, 1)])
     return of_tensors.astype(np.int64), join(places, np.int64), join(amounts, np.uint16)
 
 

@@ -185,10 +185,8 @@ def _count(masks: Words, before: NDArray[np.int16], totals: Index) -> None:
 def _band_runs(
     old: Bits, cut: Cut, index: Index, carried: Index, elements: Index, runs: Index, band_of: Band
 ) -> None:
-    """Write the run and the band of each change of a tensor.
-
-    Also update, for each band, `carried` (weights since the last change) and `elements` (all weights).
-    """
+    """Write the run and the band of each change of a tensor. Also update, for each band, `carried` (weights
+    since the last change) and `elements` (all weights)."""
     chunk, at = _empty_chunk(), 0
     masks, before, totals = chunk
     for start in range(0, old.size, _CHUNK):

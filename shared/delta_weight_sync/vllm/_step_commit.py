@@ -118,8 +118,7 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
     stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
     core._weight_version = label
     # Waiting for the step under way is no pause. So the pause begins when the first worker ends its wait.
-    waited_s = min(answer["waited_s"] for answer in answers)
-    answers[0]["pause_s"] = time.perf_counter() - started - waited_s
+    answers[0]["pause_s"] = time.perf_counter() - started - min(answer["waited_s"] for answer in answers)
     return answers
 
 

@@ -36,6 +36,7 @@ Choices = list[CompletionOutput]
 MIN_SYNC = "x-policy-min-sync"
 _PATHS = ("/v1/", "/inference/")
 _LONGEST = 1 << 12  # bytes; longer headers are left out, because common clients refuse more than 8190 bytes
+_plain = AsyncLLM.generate
 _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices of each prompt of a request
 
 
@@ -100,9 +101,6 @@ def _text(name: str, span: Any) -> str:
     if label is None and name == "sync":
         return ""  # these weights were never published
     return f"{getattr(label, name) if label else span.version}:{span.start}-{span.end}"
-
-
-_plain = AsyncLLM.generate
 
 
 @functools.wraps(_plain)

@@ -27,6 +27,11 @@ from torch.nn import functional
 
 from delta_weight_sync import compat
 
+_MANY = 32  # rows of an input; if bf16 is faster for this many, it is faster for any number
+_TILE = 1 << 19  # elements of a weight that are cast to float32 at a time: 2 MiB, which fit into the caches
+_ROWS = 256  # rows of an input that one multiplication takes; with more, the caches lose the tile
+_stock_dispatch: Any = None
+
 
 def install() -> None:
     """Patch vLLM in this process, before it loads a model. A second call does nothing."""
@@ -78,12 +83,6 @@ def self_test(model: torch.nn.Module) -> None:
         ours = _keep_experts_live, apply_live_experts
         if kind and (kind.process_weights_after_loading, kind.apply) != ours:
             raise RuntimeError(f"{name} computes from packed experts: install a tested release of vLLM")
-
-
-_MANY = 32  # rows of an input; if bf16 is faster for this many, it is faster for any number
-_TILE = 1 << 19  # elements of a weight that are cast to float32 at a time: 2 MiB, which fit into the caches
-_ROWS = 256  # rows of an input that one multiplication takes; with more, the caches lose the tile
-_stock_dispatch: Any = None
 
 
 def _keep_weight_live(layer: Any, remove_weight: bool) -> None:
@@ -186,22 +185,18 @@ def _activated(activation: Any, x: torch.Tensor) -> torch.Tensor:
     wide, kind = x.float(), activation.value
     if kind == "swigluoai":  # gates and values alternate
         gate, value = wide[:, ::2].clamp(max=7.0), wide[:, 1::2].clamp(-7.0, 7.0)
-        result = gate * torch.sigmoid(1.702 * gate) * (value + 1)
-    else:
-        gate, value = wide.chunk(2, dim=1)
-        if kind == "silu":
-            result = functional.silu(gate) * value
-        else:
-            result = functional.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * value
-    return result.to(x.dtype)
+        return (gate * torch.sigmoid(1.702 * gate) * (value + 1)).to(x.dtype)
+    gate, value = wide.chunk(2, dim=1)
+    approximate = "tanh" if kind == "gelu_tanh" else "none"
+    active = functional.silu(gate) if kind == "silu" else functional.gelu(gate, approximate=approximate)
+    return (active * value).to(x.dtype)
 
 
 def from_live_weight(convolve: Any) -> Any:
     """Wrap a convolution of vLLM, so that it takes the weight [channels, 1, width] unpacked."""
 
-    def convolved(*, weight: torch.Tensor, is_weight_packed: bool, **options: Any) -> torch.Tensor:
-        result: torch.Tensor = convolve(weight=weight.flatten(1), is_weight_packed=False, **options)
-        return result
+    def convolved(*, weight: torch.Tensor, is_weight_packed: bool, **options: Any) -> Any:
+        return convolve(weight=weight.flatten(1), is_weight_packed=False, **options)
 
     return convolved
 

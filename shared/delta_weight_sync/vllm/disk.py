@@ -46,9 +46,8 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     except OSError as error:
         problem = f"cannot be created or locked ({error.strerror})"
     if problem:
-        raise SettingsError(
-            {variable: f"{folder} {problem}; name a folder of your own, or one that does not exist"}
-        )
+        fix = "name a folder of your own, or one that does not exist"
+        raise SettingsError({variable: f"{folder} {problem}; {fix}"})
     return path
 
 

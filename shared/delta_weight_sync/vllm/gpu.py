@@ -33,18 +33,15 @@ PIECE = 1024  # elements that a program of `digest` hashes; more would not fit i
 CELLS = 256  # cells over which programs spread their sums
 WARPS = 16  # warps of a program that hashes many tiles; each thread reads 16 bytes of a tile
 _BLOCK, _TILE, _PIECE, _CELLS = map(tl.constexpr, (BLOCK, TILE, PIECE, CELLS))
-_COLUMNS, _DIMS = tl.constexpr(memory.COLUMNS), tl.constexpr(memory.DIMS)
-_ADDRESS, _SEED = tl.constexpr(memory.ADDRESS), tl.constexpr(memory.SEED)
-_COUNTED, _FIRST = tl.constexpr(memory.COUNTED), tl.constexpr(memory.FIRST)
+_COLUMNS, _DIMS, _ADDRESS = map(tl.constexpr, (memory.COLUMNS, memory.DIMS, memory.ADDRESS))
+_SEED, _COUNTED, _FIRST = map(tl.constexpr, (memory.SEED, memory.COUNTED, memory.FIRST))
 _SIZES, _SOURCE, _TARGET = map(tl.constexpr, (memory.SIZES, memory.SOURCE, memory.TARGET))
 
 
 @triton.jit
 def _at(row: tl.tensor, strides: tl.constexpr, element: tl.tensor) -> tl.tensor:
     """Distances (int64) of elements from the first element of the piece that a row of the table describes.
-
-    `strides`: SOURCE for distances in the checkpoint's tensor, TARGET for distances in memory.
-    """
+    `strides`: SOURCE for distances in the checkpoint's tensor, TARGET for distances in memory."""
     rest = element
     at = element.to(tl.int64) * 0
     for back in tl.static_range(1, _DIMS + 1):  # the last dimension first
@@ -120,13 +117,10 @@ def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
 @triton.jit
 def _block(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor) -> tl.tensor:
     """Return this program's row, and for each lane: index of a change, whether it exists, its element.
-
-    `blocks`: int64 [b, 3] from `Changes.blocks`; `element`: int32 [n].
-    """
+    `blocks`: int64 [b, 3] from `Changes.blocks`; `element`: int32 [n]."""
     block, lane = blocks + 3 * tl.program_id(0).to(tl.int64), tl.arange(0, _BLOCK)
     at, inside = tl.load(block + 1) + lane, lane < tl.load(block + 2)
-    number = tl.load(element + at, mask=inside, other=0)
-    return rows + tl.load(block) * _COLUMNS, at, inside, number
+    return rows + tl.load(block) * _COLUMNS, at, inside, tl.load(element + at, mask=inside, other=0)
 
 
 @triton.jit

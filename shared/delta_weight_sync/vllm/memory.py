@@ -280,8 +280,7 @@ class HostMemory:
             before = self._digests
             return write(new, before + moved)
 
-        step = Step(do, lambda: write(new - changes.ulps, before))
-        return step, int(moved[rows[:, COUNTED] == 1].sum())
+        return Step(do, lambda: write(new - changes.ulps, before)), int(moved[rows[:, COUNTED] == 1].sum())
 
 
 @kernel

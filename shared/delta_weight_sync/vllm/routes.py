@@ -146,10 +146,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module, shapes: Shapes) -> None:
         super().__init__()
         self._model = model
-        self._probes = {
-            name: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
-            for name, shape in shapes.items()
-        }
+        probe = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+        self._probes = {name: probe(tuple(shape)) for name, shape in shapes.items()}
         # Name -> copies: (destination, source), of the same shape.
         self.copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in shapes}
         self.unroutable: dict[str, str] = {}  # name -> why the loader does more than copy the tensor
@@ -312,8 +310,7 @@ class Route(NamedTuple):
         chosen, numel = [self.pieces[number] for number in which], math.prod(self.shape)
         if len(chosen) == 1 and chosen[0].source == chosen[0].target == (0, (numel,), (1,)):
             return chosen[0].memory
-        device = chosen[0].memory.device if chosen else None
-        bits = torch.zeros(numel, dtype=torch.int16, device=device)
+        bits = torch.zeros(numel, dtype=torch.int16, device=chosen[0].memory.device if chosen else None)
         for piece in chosen:
             piece.source.of(bits).copy_(piece.target.of(piece.memory))
         return bits
