@@ -1,4 +1,4 @@
-"""A random Qwen3 of a few hundred kilobytes, for tests: `python bench/tiny_policy.py FOLDER`."""
+"""A random Qwen3 of a few hundred kilobytes, for tests: `python -m bench.tiny_policy FOLDER`."""
 
 import sys
 from pathlib import Path

@@ -155,6 +155,5 @@ def browser(_chromium: tuple[Browser, asyncio.AbstractEventLoop]) -> Iterator[Br
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A desktop page; a script error or a browser dialog on it fails the test."""
     with watched_page(browser) as page:
         yield page

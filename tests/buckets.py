@@ -86,5 +86,4 @@ def bucket_url(empty_url: str) -> str:
 
 @pytest.fixture
 def bucket(bucket_url: str) -> Bucket:
-    """An empty bucket of each kind."""
     return open_bucket(bucket_url)

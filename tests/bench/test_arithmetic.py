@@ -39,9 +39,7 @@ def test_the_limit_by_exponent_uses_what_the_exponent_tells():
     old = rng.choice(np.array([0x3C00, 0x3E00], np.uint16), 1 << 18)  # two octaves, of which one moves
     new = old + ((old == 0x3C00) & (rng.random(old.size) < 0.5)).astype(np.uint16)
     limits = entropy_limits({"w": old}, [codec.diff("w", old, new)])
-    assert limits.by_exponent == pytest.approx(2 / 8, rel=1e-2), (
-        "half of one octave: one bit per element of it"
-    )
+    assert limits.by_exponent == pytest.approx(2 / 8, rel=1e-2), "half of one octave: a bit for each of it"
     assert limits.independent == pytest.approx(4 * 0.8113 / 8, rel=1e-2), "a quarter of all"
 
 
@@ -63,10 +61,9 @@ def test_gaps_beyond_16_bits_are_there_in_full():
 
 def test_an_adapter_has_two_matrices_per_layer():
     shapes = {"model.layers.0.self_attn.q_proj.weight": (2048, 1024), "model.norm.weight": (1024,)}
-    assert competitors.adapter(shapes, 16, ["q_proj"]) == pytest.approx(4 * 16 * (2048 + 1024), rel=0.01)
-    assert competitors.adapter(shapes, 16, ["q_proj"], torch.bfloat16) < competitors.adapter(
-        shapes, 16, ["q_proj"]
-    )
+    whole = competitors.adapter(shapes, 16, ["q_proj"])
+    assert whole == pytest.approx(4 * 16 * (2048 + 1024), rel=0.01)
+    assert competitors.adapter(shapes, 16, ["q_proj"], torch.bfloat16) < whole
 
 
 def test_the_shapes_of_qwen3():
@@ -120,9 +117,8 @@ def test_percentiles_are_values_that_were_measured():
 def test_a_target_that_was_not_measured_is_neither_met_nor_missed():
     checked = targets.check({"dashboard": {"unmeasured": "no Chromium"}})
     assert all(target["met"] is None for target in checked)
-    measured = targets.check(
-        {"dashboard": {"refresh_ms": {"worst": 301.0}, "first_paint_ms": {"worst": 9.0}}}
-    )
+    figures = {"refresh_ms": {"worst": 301.0}, "first_paint_ms": {"worst": 9.0}}
+    measured = targets.check({"dashboard": figures})
     assert [target["met"] for target in measured if target["figure"] is not None] == [False, True]
 
 
@@ -136,12 +132,10 @@ def test_a_rival_that_was_not_measured_has_no_figures():
 
 
 def test_marked_places_of_the_readme_are_written_and_nothing_else():
-    text = (
-        "before\n<!-- bench:size -->\nold\n<!-- /bench -->\nbetween\n<!-- bench:size -->\n<!-- /bench -->\n"
-    )
+    old, empty, new = map("<!-- bench:size -->\n{}<!-- /bench -->\n".format, ("old\n", "", "new\n"))
+    text = f"before\n{old}between\n{empty}"
     filled = readme.fill(text, {}, {"size": lambda results: "new"})
-    place = "<!-- bench:size -->\nnew\n<!-- /bench -->\n"
-    assert filled == f"before\n{place}between\n{place}"
+    assert filled == f"before\n{new}between\n{new}"
     assert readme.fill(filled, {}, {"size": lambda results: "new"}) == filled
     with pytest.raises(ValueError, match="no table 'size'"):
         readme.fill(text, {}, {})

@@ -33,10 +33,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReader, dict
 class Replica:
     """Answers as a vLLM does, computed in bf16 from the weights that it was given."""
 
-    url: str
-
-    def __init__(self) -> None:
-        self.before_answer: Callable[[], object] = lambda: None
+    before_answer: Callable[[], object] = staticmethod(lambda: None)
 
     def serve(self, version: int, folder: Path) -> None:
         """These weights, under this label."""
@@ -96,9 +93,8 @@ def test_the_command_names_each_replica_that_is_off_or_cannot_be_compared(
 ):
     reader, folders = published
     replica.serve(2, folders[1])
-    monkeypatch.setattr(
-        sys, "argv", ["canary", f"{reader.bucket.url}#test", "http://127.0.0.1:9", replica.url]
-    )
+    words = [f"{reader.bucket.url}#test", "http://127.0.0.1:9", replica.url]
+    monkeypatch.setattr(sys, "argv", ["canary", *words])
     with pytest.raises(SystemExit) as ended:
         canary.main()
     assert ended.value.code == 1

@@ -1,6 +1,7 @@
 """`python -m bench.research.corpus` measures what happened to the weights of a run."""
 
 import json
+import re
 import time
 
 import numpy as np
@@ -98,10 +99,8 @@ def test_another_run_joins_the_folder_and_the_card_sums_up_both(run, measured, t
     assert len([*(tmp_path / "all").glob("*.jsonl")]) == 2
     card = (tmp_path / "all" / "README.md").read_text()
     assert card.count("| drifting | m | 0.0153 M | bf16 | 1.0e-06 | 1 |") == 2
-    fields = {
-        part.split("`")[1] for part in card.split("| field |")[1].splitlines() if part.startswith("| `")
-    }
-    assert fields <= set(rows(measured)[0])
+    fields = re.findall("^\\| `([^`]+)`", card.split("| field |")[1], re.MULTILINE)
+    assert {*fields} <= {*rows(measured)[0]}
 
 
 def test_a_run_of_one_version_is_refused(tmp_path):

@@ -23,7 +23,6 @@ from env_space.settings import Settings
 from tests.support.serving import serving
 from trainer import policies
 from trainer.policies import smollm2
-from trainer.policies.smollm2 import CHAT_TEMPLATE
 
 WORDS = read_words(imitation._WORDS)
 WORDLE = Path(policies.__file__).parent / "wordle-tiny"
@@ -37,7 +36,7 @@ def base(tmp_path_factory):
 
 def test_a_policy_learns_what_it_writes_itself_and_nothing_else():
     tokenizer, taught = build_tokenizer(), imitation.TASKS["wordle"]
-    tokenizer.chat_template = smollm2.SYSTEM_TEMPLATE + CHAT_TEMPLATE
+    tokenizer.chat_template = smollm2.SYSTEM_TEMPLATE + smollm2.CHAT_TEMPLATE
     chat = next(imitation.games(tokenizer, seed=0))
     ids, own = imitation.row(tokenizer, chat, taught.tools)
     words = [message["tool_calls"][0]["function"]["arguments"]["word"] for message in chat[1:-1:2]]
@@ -63,18 +62,13 @@ def test_no_game_that_is_shown_has_a_held_out_secret():
 
 def test_imitation_changes_matrices_by_a_low_rank_and_nothing_else(base, tmp_path):
     imitation.teach(base, "wordle", tmp_path / "adapter", steps=2)
-    before = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    after = smollm2.with_adapter(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter"
-    )
+    before, after = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) for _ in range(2))
+    after = smollm2.with_adapter(after, tmp_path / "adapter")
     changes = {name: weight - before.get_parameter(name) for name, weight in after.named_parameters()}
     changed = {name for name, change in changes.items() if change.any()}
     assert changed == {name for name in changes if name.endswith("proj.weight")}
     assert all(torch.linalg.matrix_rank(changes[name], rtol=1e-2) <= imitation.RANK for name in changed)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 200_000
-
-
-HELD_OUT = Rules(Settings()).held_out
 
 
 def test_the_recipe_is_reproducible_and_loads(tmp_path, monkeypatch):
@@ -89,7 +83,7 @@ def test_the_recipe_is_reproducible_and_loads(tmp_path, monkeypatch):
 
 def test_no_secret_of_the_warm_start_is_one_of_the_held_out_words():
     assert tuple(WORDS) == env.answers()
-    assert set(secrets_of(WORDS)) == set(WORDS) - set(HELD_OUT)
+    assert set(secrets_of(WORDS)) == set(WORDS) - set(Rules(Settings()).held_out)
 
 
 def test_a_teacher_is_mediocre():
@@ -136,6 +130,5 @@ def test_two_versions_play_the_same_held_out_games(monkeypatch, run, capsys):
 def test_what_was_gained_is_as_sure_as_the_same_games_make_it():
     """Of 100 games 30 more are solved, none less: the standard error is the root of 0.3 * 0.7 / 99."""
     before, after = [i < 20 for i in range(100)], [i < 50 for i in range(100)]
-    assert held_out.gain(before, after) == (
-        "20.0 % -> 50.0 % of 100 held-out tasks (+21.0 to +39.0 points with 95 % confidence)"
-    )
+    said = held_out.gain(before, after)
+    assert said == "20.0 % -> 50.0 % of 100 held-out tasks (+21.0 to +39.0 points with 95 % confidence)"

@@ -1,6 +1,5 @@
 """The command for GPUs, by Triton's interpreter, and the one that says which models can be followed."""
 
-import os
 import subprocess
 import sys
 
@@ -66,9 +65,7 @@ for name in ("attention", "trainer", "replica"):
 
 def said(*words: str) -> subprocess.CompletedProcess[str]:
     """How this Python ended, and what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_checks_of_kernels_need_only_the_packages_that_the_command_names():
@@ -114,13 +111,8 @@ def test_a_replica_passes_here_too(monkeypatch):
     """In real vLLM on the CPU, with SmolLM2-135M: what is tried on a GPU is tried rightly."""
     from bench.gpu_check import replica
 
-    for module, name, value in (
-        (replica, "_SYNCS", 2),
-        (replica, "_LONG", 192),
-        (replica, "_WINDOWS", 1),
-        (replica, "_WINDOW_S", 2.0),
-    ):
-        monkeypatch.setattr(module, name, value)
+    for name, value in {"_SYNCS": 2, "_LONG": 192, "_WINDOWS": 1, "_WINDOW_S": 2.0}.items():
+        monkeypatch.setattr(replica, name, value)
     rights = [row.right for row in replica.rows(torch.device("cpu")) if row.right is not None]
     assert rights == [True] * 4
 

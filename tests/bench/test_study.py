@@ -26,8 +26,6 @@ for transport in ("whole", "deltas"):
     sys.argv = ["run", *options.split(), "--out", f"{folder}/{transport}.jsonl"]
     run.main()
 """
-
-
 APART = {"size": 0, "play_s": 0, "train_s": 0}
 
 
@@ -52,9 +50,7 @@ def test_a_run_whose_weights_travel_as_deltas_is_the_run_whose_weights_travel_wh
 def written(out: Path, arm: Any, seed: int, digest: str, after: int) -> None:
     step = {"step": 1, "reward": 0.5, "solved": 0.1, "invalid": 0.01, "ratio": 1.0}
     step |= {"kl": 0.0, "size": 1000, "play_s": 1.0, "train_s": 2.0}
-    steps = [
-        step | {"staleness": min(number, arm.lag), "digest": f"{digest}-{number}"} for number in range(8)
-    ]
+    steps = [step | {"staleness": min(n, arm.lag), "digest": f"{digest}-{n}"} for n in range(8)]
     lines = [*steps, {"before": 10, "after": after, "games": 100, "s": 1.0}]
     (out / arm.file(seed)).write_text("\n".join(map(json.dumps, lines)))
 
@@ -69,16 +65,14 @@ def test_the_table_names_the_runs_that_are_the_same_at_every_version(tmp_path):
     assert rows["very asynchronous, deltas"].endswith("|  |")
     assert "10.0 % -> 35.0 ± 5.0 %" in rows["asynchronous, deltas"]
     written(tmp_path, ARMS[2], 1, "another", 40)
-    assert "asynchronous, whole weights |" not in table(tmp_path, range(2)).splitlines()[4], (
-        "one seed differs"
-    )
+    row = table(tmp_path, range(2)).splitlines()[4]
+    assert "asynchronous, whole weights |" not in row, "one seed differs"
 
 
 def scene(staleness: int, size: int) -> list[dict[str, float]]:
     """Ten steps; a batch takes a second to play and two to train on."""
-    return [
-        {"staleness": min(step, staleness), "size": size, "play_s": 1.0, "train_s": 2.0} for step in range(10)
-    ]
+    batch = {"size": size, "play_s": 1.0, "train_s": 2.0}
+    return [batch | {"staleness": min(step, staleness)} for step in range(10)]
 
 
 def test_over_a_fast_link_the_trainer_is_never_kept_waiting_but_for_the_first_batch():

@@ -131,19 +131,14 @@ def _play(setting: Setting, keys: dict[str, str], rng: Random, folder: Path, tal
     goal = tally.struck + setting.faults
     folder.mkdir()
     with STORES[setting.store](folder) as (url, environ, hub):
-        base = _base(folder) if "vllm" in setting.cast.values() else None
+        base = folder / "base" if "vllm" in setting.cast.values() else None
+        if base:  # made by another process: transformers leaves a thread behind
+            command = [sys.executable, "-m", "bench.tiny_policy", str(base)]
+            subprocess.run(command, check=True, capture_output=True)
         while tally.goes_on(goal):
             where = Path(tempfile.mkdtemp(dir=folder))
             place = Place(f"{url}/{where.name}", where, {**keys, **environ}, hub, setting.poll_s, base)
             _scene(setting, place, rng, goal, tally)
-
-
-def _base(folder: Path) -> Path:
-    """A checkpoint, made by another process: transformers leaves a thread behind."""
-    base = folder / "base"
-    command = [sys.executable, "bench/tiny_policy.py", str(base)]
-    subprocess.run(command, check=True, capture_output=True)
-    return base
 
 
 def _scene(setting: Setting, place: Place, rng: Random, goal: int, tally: Tally) -> None:

@@ -1,6 +1,7 @@
 """Everything that can go wrong, by name: each fault strikes a scene once and returns its description."""
 
 import contextlib
+import shutil
 import signal
 import threading
 import time
@@ -205,7 +206,9 @@ def anchor_on_disk(scene: Scene, rng: Random) -> str:
 
 def rejoin(scene: Scene, rng: Random) -> str:
     member = scene.choose(rng, "local", "process", "kept")
-    scene.rejoin(member)
+    member.actor.close()
+    shutil.rmtree(member.folder, ignore_errors=True)
+    member.start()
     return f"{member.name} joins on another machine"
 
 
@@ -256,7 +259,6 @@ def collected(scene: Scene, rng: Random) -> str:
 def hub(**how: Any) -> Strike:
     def strike(scene: Scene, rng: Random) -> str:
         hub, match, times = scene.place.hub, rng.choice(_REQUESTS), rng.randint(1, 3)
-        assert hub is not None
         hub.fault(match, times=times, **how)
         scene.publish()
         return f"{match} {how}, {times} times"

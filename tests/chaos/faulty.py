@@ -85,7 +85,6 @@ class Faulty:
         if what == "hide" and op in ("get", "fetch"):
             raise ObjectMissingError(f"{self.url}/{key} does not exist")
         if what in ("tear", "flip", "kill within") and op == "put":
-            assert data is not None
             return self._put_damaged(what, key, data if isinstance(data, bytes) else data.read_bytes())
         if what in ("kill before", "kill within", "term before"):
             die(SIGNALS[what[:4]])

@@ -21,6 +21,7 @@ from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import CodecError, EngineError, ProtocolError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest, parse
+from delta_weight_sync.signing import SIGNING_KEY
 from delta_weight_sync.vllm.follower import Follower
 from tests.chaos.faulty import RUN, Mortal, flip_bit
 from tests.chaos.trainer import Truth
@@ -160,7 +161,8 @@ class Living:
     """A replica with a real vLLM, asked over HTTP. `call` and `alive` are those of an `Actor`."""
 
     def __init__(self, url: str, folder: Path, environ: Mapping[str, str]) -> None:
-        self._replica = live.Replica(url, RUN, folder, environ=environ)
+        # If all is signed, this process has the trainer's key, which a replica refuses to have.
+        self._replica = live.Replica(url, RUN, folder, environ={**environ, SIGNING_KEY: ""})
         self._replica.start()
 
     @property

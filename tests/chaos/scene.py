@@ -1,7 +1,6 @@
 """A run with its trainer and its followers, in which one fault after another strikes."""
 
 import contextlib
-import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -29,8 +28,6 @@ class NotStruck(Exception):  # noqa: N818
 
 
 class Place(NamedTuple):
-    """Where a scene plays."""
-
     url: str
     folder: Path
     environ: Mapping[str, str]
@@ -62,8 +59,7 @@ class Trainers:
         self.call("open")
 
     def step(self, *, large: bool = False, full: bool = False) -> Published:
-        published: Published = self.call("step", large, full)[0]
-        return published
+        return self.call("step", large, full)[0]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         self.send(method, *arguments)
@@ -120,8 +116,7 @@ class Member:
         if self.kind == "kept":
             return read_kept(self.folder)
         with contextlib.suppress(Died):
-            claim: Claim | None = self.actor.call("claim")
-            return claim
+            return self.actor.call("claim")
         return None
 
     def heal(self) -> None:
@@ -282,12 +277,6 @@ class Scene:
 
     def choose(self, rng: Random, *kinds: str) -> Member:
         return rng.choice([member for member in self.members if not kinds or member.kind in kinds])
-
-    def rejoin(self, member: Member) -> None:
-        """It ends, and starts on another machine."""
-        member.actor.close()
-        shutil.rmtree(member.folder, ignore_errors=True)
-        member.start()
 
     def close(self) -> None:
         """End all; raises `AssertionError` if something does not end."""

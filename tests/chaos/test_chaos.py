@@ -10,13 +10,11 @@ from tests.chaos.followers import Claim
 from tests.chaos.scene import Member, Place, Scene
 from tests.chaos.trainer import Truth
 
-PATIENCE_S = 3600
-
 
 def chaos(faults: int, seed: int) -> None:
     """In a process of its own, or what other tests left open would count as leaked."""
     words = [sys.executable, "-m", "tests.chaos", f"--faults={faults}", f"--seed={seed}"]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=3600)
     lines = result.stdout.splitlines() or [result.stderr]
     assert lines[-1] == f"faults {faults} survived {faults} wrong 0 leaked 0", result.stdout + result.stderr
     assert result.returncode == 0

@@ -62,11 +62,9 @@ class Trainer(Mortal):
 
         A `large` one changes so much that an anchor is due.
         """
-        assert self._publisher is not None
         self._move(large)
         self._sync += 1
         if self._rank == 0:
-            assert self._publisher._writer is not None
             bits = {name: to_bits(tensor) for name, tensor in self._weights.items()}
             self._truth.tell(self._publisher._writer.writer.id, self._sync, to_hex(state_digest(bits)))
         timer = threading.Timer(0.1, self.fill_disk, [False])

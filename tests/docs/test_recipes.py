@@ -29,7 +29,6 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def recipe(engine: str, url: str) -> str:
     """The block after the engine's name, for this run, ending after its newest version."""
     code = re.search(rf"\*\*{engine}\*\*.*?```\w+\n(.*?)```", PAGE, re.DOTALL)
-    assert code
     text = code[1].replace("s3://bucket/prefix#first", url).replace("--into", "--once --into")
     return text.replace('into="build/newest"', 'into="build/newest", once=True')
 

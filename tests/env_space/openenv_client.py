@@ -44,8 +44,7 @@ class WordleEnv:
 
 def marks_in(feedback):
     """The last line of G, Y and X below "Feedback:", as the example's reward functions look for it."""
-    lines = feedback.split("Feedback:", 1)[-1].split("\n")
-    lines = [line.replace(" ", "") for line in lines]
+    lines = feedback.split("Feedback:", 1)[-1].replace(" ", "").split("\n")
     return next((line for line in reversed(lines) if line and set(line) <= set("GYX")), "")
 
 

@@ -69,9 +69,8 @@ def test_no_route_that_plays_is_open():
     closed = {path for path, status in answers.items() if status == 401}
     assert closed == {"/sessions", f"/sessions/{UNKNOWN}", f"/sessions/{UNKNOWN}/guess"}
     played = {"/play", f"/play/{UNKNOWN}", f"/play/{UNKNOWN}/guess"}
-    assert answers.keys() - closed - played == {
-        *("/", "/health", "/words", "/metrics", "/schema", "/metadata", "/watch", "/mcp")
-    }
+    looking = {"/", "/health", "/words", "/metrics", "/schema", "/metadata", "/watch", "/mcp"}
+    assert answers.keys() - closed - played == looking
 
 
 @pytest.mark.parametrize(
@@ -103,9 +102,8 @@ def test_a_socket_is_refused_before_it_opens(tmp_path):
 
 def test_visitors_have_a_capacity_of_their_own():
     client = service(key=KEY, max_sessions=1)
-    *games, full = (
-        client.post("/play", json={"seed": seed}, headers=seen_from(seed)) for seed in range(MAX_PLAYED + 1)
-    )
+    seeds = range(MAX_PLAYED + 1)
+    *games, full = (client.post("/play", json={"seed": n}, headers=seen_from(n)) for n in seeds)
     assert {game.status_code for game in games} == {201}
     assert sentence(full, 503) == f"{MAX_PLAYED} games are in play: try again in a moment."
     client.headers.update(RIGHT)
@@ -130,9 +128,8 @@ def test_visitors_have_a_capacity_of_their_own():
 def test_the_hubs_token_goes_to_spaces_of_the_same_owner_only(url, sent, monkeypatch):
     monkeypatch.setenv("SPACE_ID", "me/wordle-env")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert replica_headers(url, "key") == {"X-Space-Key": "key"} | (
-        {"Authorization": "Bearer hf_secret"} if sent else {}
-    )
+    token = {"Authorization": "Bearer hf_secret"} if sent else {}
+    assert replica_headers(url, "key") == {"X-Space-Key": "key"} | token
 
 
 @pytest.mark.parametrize("variable", ["WORDLE_KEY", "WORDLE_REPLICA_KEY"])
@@ -154,10 +151,8 @@ def test_one_address_gets_only_its_share_of_the_pages_games():
     client.delete(f"/play/{mine[0].json()['session']}")
     again = play(1)
     assert [game.status_code for game in mine] == [201] * MAX_PLAYED_EACH + [429]
-    assert (
-        sentence(mine[-1], 429)
-        == f"{MAX_PLAYED_EACH} games of your address are in play: end one of them, or wait."
-    )
+    refusal = f"{MAX_PLAYED_EACH} games of your address are in play: end one of them, or wait."
+    assert sentence(mine[-1], 429) == refusal
     assert mine[-1].headers["Retry-After"]
     assert (others.status_code, again.status_code) == (201, 201)
 
@@ -206,7 +201,6 @@ def test_a_burst_watches_no_more_games_than_allowed_whatever_the_page_plays(same
 def test_certificates_are_read_once_not_for_each_watcher(monkeypatch):
     read, reads = ssl.create_default_context, []
     monkeypatch.setattr(ssl, "create_default_context", lambda **given: reads.append(1) or read(**given))
-
     client = service(replica_url="http://127.0.0.1:9")
     for _ in range(3):
         client.get("/watch")

@@ -14,7 +14,6 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-import env_space
 from env_space.app import create_app
 from env_space.game import Rules, feedback
 from env_space.openenv import MAX_IDLE
@@ -216,7 +215,6 @@ def test_the_routes_that_openenvs_tools_need():
 
 
 OPENENV = "openenv==0.10.0"
-FOLDER = Path(env_space.__file__).parent
 RULES = Rules(Settings(answers=60))
 
 
@@ -238,7 +236,7 @@ def openenv(request):
 def seen(openenv, tmp_path_factory):
     """What OpenEnv's client and validator saw of the service."""
     with space(tmp_path_factory.mktemp("openenv"), WORDLE_ANSWERS="60") as running:
-        words = ["-m", "tests.env_space.openenv_client", running.url, FOLDER, *RULES.train]
+        words = ["-m", "tests.env_space.openenv_client", running.url, ROOT / "env_space", *RULES.train]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("WORDLE_")}
         command = [openenv / "python", *words]
         result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.full
 
 
 def metrics(client):
-    """The value of each metric."""
     lines = client.get("/metrics").text.splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
@@ -245,10 +244,6 @@ def test_a_client_that_hangs_up_leaves_no_traceback(tmp_path):
     assert len(re.findall("Invalid HTTP request", log)) == 1
 
 
-WANTED = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
-FRAMES = "frame-ancestors https://huggingface.co"
-
-
 @pytest.mark.finding(20)
 def test_every_answer_has_the_safe_headers():
     with serving(create_app(Settings(key=KEY)), **server_options(KEY)) as url:
@@ -256,15 +251,16 @@ def test_every_answer_has_the_safe_headers():
             assert_safe(httpx.request(method, url + path, timeout=PATIENCE_S), 200)
         assert_safe(httpx.post(f"{url}/sessions", timeout=PATIENCE_S), 401)
         assert_safe(httpx.get(f"{url}/page/nothing", timeout=PATIENCE_S), 404)
-        assert "default-src 'self'" in httpx.get(url, timeout=PATIENCE_S).headers["content-security-policy"]
+        assert "default-src 'self';" in httpx.get(url, timeout=PATIENCE_S).headers["content-security-policy"]
     with serving(SETUP.app({"WORDLE_KEY": "not set"}), **server_options()) as url:
         assert_safe(httpx.get(url, timeout=PATIENCE_S), 200)
 
 
 def assert_safe(answer, status):
     assert answer.status_code == status
-    assert WANTED.items() <= dict(answer.headers).items()
-    assert FRAMES in answer.headers.get_list("content-security-policy")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert "frame-ancestors https://huggingface.co" in answer.headers.get_list("content-security-policy")
 
 
 app = create_app(Settings(max_sessions=100_000))

@@ -36,8 +36,13 @@ def fuzz(cases: int, seed: int, folder: Path) -> Counter[str]:
     rng, counts = Random(seed), Counter[str]()
     logging.getLogger("delta_weight_sync").addHandler(logging.NullHandler())
     logging.getLogger("delta_weight_sync").propagate = False
-    before = _warmed_up(folder)
-    _limit_memory()
+    for reader in READERS:  # loads code, and fills caches
+        url = written(sound(), folder / "bucket")
+        assert check(reader, url, folder / "scratch", Random(0)), f"{reader.__name__} refused a sound run"
+    before = _peak()
+    # What a case would take beyond that is refused by the kernel, before this machine suffers.
+    there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (there + 4 * MEMORY, resource.RLIM_INFINITY))
     for number in range(cases):
         kind, files = forged(rng)
         reader = READERS[number % len(READERS)]
@@ -52,20 +57,6 @@ def fuzz(cases: int, seed: int, folder: Path) -> Counter[str]:
     taken = _peak() - before
     assert taken < MEMORY, f"{taken >> 20} MiB"
     return counts
-
-
-def _warmed_up(folder: Path) -> int:
-    """Bytes at most, after each reader has read a sound run: code and caches."""
-    for reader in READERS:
-        url = written(sound(), folder / "bucket")
-        assert check(reader, url, folder / "scratch", Random(0)), f"{reader.__name__} refused a sound run"
-    return _peak()
-
-
-def _limit_memory() -> None:
-    """What a case would take beyond that is refused by the kernel, before this machine suffers."""
-    there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (there + 4 * MEMORY, resource.RLIM_INFINITY))
 
 
 def _peak() -> int:

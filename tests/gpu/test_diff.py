@@ -14,8 +14,9 @@ from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.gpu import used
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
-from tests.gpu.interpreted import Operations, kernels
+from tests.gpu.interpreted import Operations, interpreted, kernels
 
+publish_gpu = interpreted("delta_weight_sync.publish._gpu")
 __all__ = ["kernels"]
 pytestmark = pytest.mark.usefixtures("kernels")
 PLACES = pytest.mark.parametrize("place", ["host", "device"])
@@ -122,15 +123,13 @@ def test_a_step_after_another_with_parameters_that_move_in_memory(place):
 
 def test_positions_beyond_31_bits():
     """The end of a parameter of 2^33 elements, of which nothing else is in memory."""
-    from delta_weight_sync.publish._gpu import DeviceDiff
-
     numel, there = 1 << 33, 5000
     old, new = torch.ones(there), torch.ones(there)
     new[[0, 10, there - 1]] = 2
     bits = torch.from_numpy(to_bits(old).view(np.int16))
     mirror = SimpleNamespace(data_ptr=lambda: bits.data_ptr() - 2 * (numel - there))
     part = Part("w", new, Block((numel,), (numel - there,), (there,)), True)
-    device = DeviceDiff(torch.device("cpu"))
+    device = publish_gpu.DeviceDiff(torch.device("cpu"))
     found = device.find([part], {"w": mirror})
     index = numel - there + np.array([0, 10, there - 1])
     np.testing.assert_array_equal(found.patches[0].index, index)
@@ -169,10 +168,8 @@ def test_what_other_ranks_found_is_added(place):
     mirror = started(place, state)
     mirror.take(theirs)
     memory = {name: torch.from_numpy(to_bits(t).view(np.int16)) for name, t in state.items()}
-    from delta_weight_sync.publish._gpu import DeviceDiff
-
     before = digest.state_digest({name: to_bits(t) for name, t in state.items()})
-    moved = DeviceDiff(torch.device("cpu")).take(theirs, memory)
+    moved = publish_gpu.DeviceDiff(torch.device("cpu")).take(theirs, memory)
     for name, kept in memory.items():
         np.testing.assert_array_equal(kept.numpy().view(np.uint16), mirror.bits(name))
     assert (mirror.digest - before - moved) % 2**64 == 0

@@ -19,10 +19,6 @@ publish_gpu = interpreted("delta_weight_sync.publish._gpu")
 CUDA = torch.device("cuda", 0)
 
 
-class Owner:
-    """Whoever needs the memory pinned."""
-
-
 @pytest.fixture
 def driver(monkeypatch):
     calls = mock.Mock()
@@ -40,7 +36,7 @@ def _check(answer):
 
 def test_the_mirror_is_pinned_in_one_block_of_its_size(driver):
     """Not in a block per tensor, each rounded up; and it is let go with the mirror."""
-    owner, generator = Owner(), torch.Generator().manual_seed(0)
+    owner, generator = mock.Mock(), torch.Generator().manual_seed(0)
     shapes = {"a": (3, 5), "b": (), "c": (0,), "d": (1001,)}
     bits = {n: torch.randint(-9, 9, s, dtype=torch.int16, generator=generator) for n, s in shapes.items()}
     before = {name: tensor.clone() for name, tensor in bits.items()}
@@ -65,7 +61,7 @@ def test_memory_that_cannot_be_pinned_is_a_sentence(driver, monkeypatch, code, s
     monkeypatch.setattr(torch.cuda.CudaError, "__init__", lambda self, code: None)
     driver.cudaHostRegister.return_value, driver.sees_host = code, sees_host
     with pytest.raises(MemoryError, match=rf'{said} .* with mirror="device"'):
-        pin(Owner(), {"a": torch.ones(3, dtype=torch.int16)}, ["a"], CUDA)
+        pin(mock.Mock(), {"a": torch.ones(3, dtype=torch.int16)}, ["a"], CUDA)
 
 
 def test_memory_that_torch_holds_unused_is_free(monkeypatch):

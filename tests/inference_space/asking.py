@@ -41,7 +41,6 @@ def gate(app: Callable[[Request], Awaitable[Response]] = echo, *, whole=None, **
 
 
 def client(app, address: str = VISITOR, **options) -> httpx.AsyncClient:
-    """A client at this address."""
     transport = httpx.ASGITransport(app, client=(address, 1))
     return httpx.AsyncClient(transport=transport, base_url="http://replica", **options)
 

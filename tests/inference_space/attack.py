@@ -47,7 +47,6 @@ class Attack:
         self._sessions = map("session{}".format, itertools.count())
 
     async def go_on(self, seconds: float) -> None:
-        """Run every kind at its own pace."""
         kinds = [(self.page, 0.01), (self.tick, 0.02), (self.no_event, 0.02), (self.view, 0.1)]
         kinds += [(self.big_head, 0.5), (self.no_key, 0.5), (self.body, 1.0), (self.hang_up, 1.0)]
         kinds += [(self.silence, 0.02), (self.half_a_head, 0.02), (self.half_a_body, 0.05)]

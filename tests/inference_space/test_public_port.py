@@ -172,11 +172,8 @@ class Link(asyncio.Transport):
     def is_closing(self) -> bool:
         return not self.open
 
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
 
 
 class Port:

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -70,9 +71,7 @@ def test_a_gpu_that_is_missing_is_named_before_vllm_starts(vllm, tmp_path, monke
 
 
 def test_what_may_be_lacking_later_is_a_warning(vllm, tmp_path, monkeypatch, caplog):
-    def no_engine(*_):
-        raise ValueError("none is wanted here")
-
+    no_engine = mock.Mock(side_effect=ValueError("none is wanted here"))
     monkeypatch.setattr(gpu_build, "missing", lambda: ["there is no compiler; install gcc"])
     monkeypatch.setattr(vllm, "_arguments", no_engine)
     with caplog.at_level(logging.WARNING, "delta_weight_sync"), pytest.raises(EngineError, match="is wanted"):

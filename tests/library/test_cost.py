@@ -103,10 +103,8 @@ def test_versions_merge_and_threads_help_as_bench_measured():
 
 
 @contextlib.contextmanager
-def clients(
-    bucket: Bucket, folder: Path
-) -> Iterator[tuple[Callable[[], object], Callable[[], None], Watcher]]:
-    """A publisher's next version, and a reader that takes it over; both hold version 0."""
+def clients(bucket: Bucket, folder: Path) -> Iterator[tuple[Any, Any, Watcher]]:
+    """A publisher's next version, a reader that takes it over, and its watcher; both hold version 0."""
     run = Drifting(bucket)
     reader = RunReader(bucket, RUN)
     watcher = Watcher(reader)
@@ -370,12 +368,8 @@ def test_a_malformed_quantity_is_refused_with_the_fix(option, texts, fix):
 def test_the_table_states_its_assumptions():
     printed = command(*WORDS, "--trainer", "bf16").output
     assert "one sync of 1 T weights, 1 % changed, encoding fast, trainer bf16" in printed
-    for stated in (
-        "no GPU was measured",
-        "200 ranks",
-        "25 for the trainer, 4 for a replica",
-        "over 25 links",
-    ):
+    assumed = ("no GPU was measured", "200 ranks", "25 for the trainer, 4 for a replica", "over 25 links")
+    for stated in assumed:
         assert stated in printed
     smaller = command(*WORDS, "--ranks", "64", "--workers", "16").output
     for stated in ("its ranks: 64", "its workers: 16", "8 for the trainer, 2 for a replica", "64 ranks"):

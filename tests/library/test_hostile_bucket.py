@@ -21,12 +21,9 @@ from inference_space.dashboard.export import export
 from tests.cli.command import command
 from tests.fuzz.forged import PARTS, RUN, Files, forged_parts, named, newest, pin, sound, sound_parts, written
 
-REPOSITORY = Path(__file__).parents[2]
 CODES = "\x1b]0;owned\x07\x1b[2J\r\n\u202e"
-
-
-def head(files: Files) -> None:
-    _change(files, newest(files, "heads"), {CODES: 1})
+_PATCH = codec.Patch(CODES, (4,), np.arange(2), np.ones(2, np.uint16))
+STRANGE_DELTA = codec.encode([_PATCH], lambda _: np.zeros(4, np.uint16), base=2, version=3)
 
 
 def manifest(changes: dict[str, object]) -> Callable[[Files], None]:
@@ -49,16 +46,10 @@ def _change(files: Files, key: str, changes: dict[str, object]) -> None:
     files[key] = json.dumps(record | changes).encode()
 
 
-def strange_delta() -> bytes:
-    """Of a tensor whose name is written in codes."""
-    patch = codec.Patch(CODES, (4,), np.arange(2), np.ones(2, np.uint16))
-    return codec.encode([patch], lambda _: np.zeros(4, np.uint16), base=2, version=3)
-
-
 ATTACKS: dict[str, Callable[[Files], object]] = {
-    "a field's name": head,
+    "a field's name": lambda files: _change(files, newest(files, "heads"), {CODES: 1}),
     "a field of a manifest": manifest({CODES: 1}),
-    "a tensor's name": file("deltas", strange_delta()),
+    "a tensor's name": file("deltas", STRANGE_DELTA),
     "a time": manifest({"created_at": 1e300}),
     "no delta": file("deltas", CODES.encode()),
     "no anchor": file("anchors", CODES.encode()),
@@ -136,7 +127,7 @@ def test_an_error_is_a_line_whatever_it_quotes() -> None:
 def test_forged_runs(cases: int, seed: int) -> None:
     """In a process of its own, whose memory is that of these cases."""
     command = [sys.executable, "-m", "tests.fuzz.bucket", "--cases", str(cases), "--seed", str(seed)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=3000)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
     assert f"{cases} cases" in done.stdout
     for reader in ("dashboard", "command_line", "follower", "publisher"):

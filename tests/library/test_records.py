@@ -27,7 +27,6 @@ from delta_weight_sync.records import (
 from tests.support.records import manifest_of
 
 SHA = "0" * 64
-KEYS = Keys("demo")
 WRITER = Writer(1, "0" * 32)
 
 
@@ -66,7 +65,7 @@ def test_a_jump_leads_forward():
     ],
 )
 def test_a_wrong_head_is_refused_by_name(change, complaint):
-    ref = {"key": KEYS.manifest(0, WRITER), "size": 1, "sha256": SHA}
+    ref = {"key": Keys("demo").manifest(0, WRITER), "size": 1, "sha256": SHA}
     good = {"run": "demo", "born": 0.0, "version": 0, "manifest": ref, "writer_term": 1, "writer": WRITER.id}
     parse(Head, json.dumps(good).encode(), "key")
     head = good | change
@@ -173,9 +172,8 @@ def test_a_recipe_of_as_many_deltas_as_a_manifest_may_name_takes_little_memory()
     """A forged manifest names them all; a recipe for each version on the way would take a gigabyte."""
     tracemalloc.start()
     try:
-        found = cheapest_recipe(
-            anchor(0, 1), (delta(v - 1, v, 1) for v in range(1, MAX_REFS + 1)), MAX_REFS, None
-        )
+        deltas = (delta(v - 1, v, 1) for v in range(1, MAX_REFS + 1))
+        found = cheapest_recipe(anchor(0, 1), deltas, MAX_REFS, None)
         assert len(found.deltas) == MAX_REFS
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:

@@ -94,20 +94,13 @@ _SHOWN = 24  # changes
 def head() -> str:
     writer, keys = Writer(1, "0123456789abcdef" * 2), Keys("demo")
     manifest = FileRef(key=keys.manifest(7, writer), size=2, sha256=_sha256(b"{}"))
-    sealed = Head(
-        run="demo", born=1.75e9, version=7, manifest=manifest, writer_term=writer.term, writer=writer.id
-    )
+    version = {"version": 7, "manifest": manifest, "writer_term": writer.term, "writer": writer.id}
+    sealed = Head(run="demo", born=1.75e9, **version)
     text = sealed.to_bytes().decode()
     without = "Head\n" + text.replace(f'"seal":"{sealed.seal}","signature":"",', "")
-    return "\n".join(
-        [
-            keys.head(writer),
-            *_wrapped(text),
-            "its seal is the sha256 of the word Head, a line feed, and",
-            *_wrapped(without.removeprefix("Head\n")),
-            f"  {_sha256(without.encode())}",
-        ]
-    )
+    lines = [keys.head(writer), *_wrapped(text), "its seal is the sha256 of the word Head, a line feed, and"]
+    lines += [*_wrapped(without.removeprefix("Head\n")), f"  {_sha256(without.encode())}"]
+    return "\n".join(lines)
 
 
 def digest() -> str:
@@ -179,10 +172,8 @@ def _stream(name: str, stream: bytes) -> list[str]:
         unpacked = f"  unpacked   {inside[:24].hex(' ')} … ({len(inside)} bytes)"
         return [*_wrapped(f"{name:12} {stream.hex(' ')}"), *_wrapped(unpacked)]
     bits = " ".join(f"{byte:08b}"[::-1] for byte in stream)
-    return [
-        *_wrapped(f"{name:12} {stream.hex(' ')}"),
-        *(_wrapped(f"  bits       {bits}") if len(stream) < 32 else []),
-    ]
+    shown = _wrapped(f"  bits       {bits}") if len(stream) < 32 else []
+    return [*_wrapped(f"{name:12} {stream.hex(' ')}"), *shown]
 
 
 def _few(old: Bits) -> str:

@@ -26,14 +26,9 @@ from vllm.platforms.cpu import CpuPlatform
 
 from delta_weight_sync.vllm import METHOD, _step_commit
 
-
-def only_once() -> None:
-    """vLLM replaces its Triton kernels at each start, in all modules, and stumbles over one of numba's."""
-    getattr(CpuPlatform, "register_triton_kernel_overrides", lambda: None)()  # vLLM 0.29 and 0.30 have none
-    CpuPlatform.register_triton_kernel_overrides = lambda *_: None
-
-
-only_once()
+# At each start vLLM replaces its Triton kernels in all modules, and stumbles over numba's: once is enough.
+getattr(CpuPlatform, "register_triton_kernel_overrides", lambda: None)()  # vLLM 0.29 and 0.30 have none
+CpuPlatform.register_triton_kernel_overrides = lambda *_: None
 
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex

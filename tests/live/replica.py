@@ -53,7 +53,6 @@ class Server:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
         return self._process.pid
 
     def stop(self) -> None:
@@ -63,19 +62,13 @@ class Server:
 
     def status(self, after: int = -1) -> dict[str, Any]:
         answer = httpx.get(f"{self.url}{self.status_path}", params={"after": after}, timeout=60.0)
-        report: dict[str, Any] = answer.raise_for_status().json()
-        return report
+        return answer.raise_for_status().json()
 
     def wait_for(self, version: int) -> dict[str, Any]:
         """Block until it serves `version`; returns its status."""
         return self.wait_until(lambda status: status["version"] == version, f"version {version}")
 
-    def wait_for_error(self, part: str) -> dict[str, Any]:
-        """Block until it reports an error that mentions `part`; returns its status."""
-        return self.wait_until(lambda status: part in (status["error"] or ""), f"an error about {part}")
-
     def wait_until(self, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        assert self._process is not None
         deadline = time.monotonic() + PATIENCE_S
         last = "no answer"
         while time.monotonic() < deadline and self._process.poll() is None:
@@ -125,7 +118,6 @@ class Replica(Server):
 
     def kill(self) -> None:
         """-9, and wait until everything that belonged to it is gone."""
-        assert self._process is not None
         family = psutil.Process(self.pid).children(recursive=True)
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()

@@ -66,7 +66,7 @@ def test_a_commit_that_fails_changes_nothing(trainer: Trainer, replica: Replica)
         asked = pool.submit(ask, replica.url, PROMPT, LONG)
         trainer.step()
         trainer.publish()
-        status = replica.wait_for_error("0" * 16)
+        status = replica.wait_until(lambda status: "0" * 16 in (status["error"] or ""), "wrong digest")
         answer = asked.result()
     assert (status["version"], status["state"]) == (version, "serving")
     assert answer.spans == [(str(version), 0, LONG)]

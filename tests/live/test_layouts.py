@@ -1,7 +1,6 @@
 """Real vLLM loaders, one per layout: patching through routes is, bit for bit, loading the new checkpoint."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +34,11 @@ def _examine(root: Path, names: list[str], ranks: int) -> dict[str, list[dict[st
     """What tests.vllm.layouts finds, per model and rank."""
     logs = [root / f"rank{rank}of{ranks}.log" for rank in range(ranks)]
     arguments = [str(ranks), str(free_port()), *(str(root / name) for name in names)]
-    environment, children = {**os.environ, "OMP_NUM_THREADS": "1"}, []
+    children = []
     for rank, log in enumerate(logs):
         command = [sys.executable, "-m", "tests.vllm.layouts", str(rank), *arguments]
         with log.open("wb") as stderr:
-            children.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment))
+            children.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr))
     outputs = [child.communicate()[0].decode() for child in children]
     ended = [child.returncode for child in children]
     assert not any(ended), f"{ended}\n" + "\n".join(log.read_text()[-2000:] for log in logs)

@@ -119,8 +119,7 @@ def test_nothing_listens_but_the_public_port(replica):
     assert {address.ip for addresses in engine for address in addresses} <= {"127.0.0.1"}
 
 
-NOBODY = 65534
-# Tries to connect to each socket named on its command line, as somebody else; prints those that let it.
+# Tries to connect to each socket named on its command line, as user nobody; prints those that let it.
 CONNECT = """
 import os, socket, sys
 os.setgroups([]); os.setgid({0}); os.setuid({0})
@@ -140,7 +139,7 @@ def test_no_other_user_reaches_vllms_engine(replica):
     assert paths
     assert {oct(stat.S_IMODE(Path(path).stat().st_mode)) for path in paths} == {"0o700"}
     if os.geteuid() == 0:
-        command = [sys.executable, "-c", CONNECT.format(NOBODY), *paths]
+        command = [sys.executable, "-c", CONNECT.format(65534), *paths]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
 
 

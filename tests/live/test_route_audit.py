@@ -54,16 +54,11 @@ def gradio_paths(tmp_path_factory) -> set[str]:
     return {route.path for route in [*gradio.app.routes, *app.routes]}
 
 
-def filled(path: str) -> str:
-    """The path with a value for each parameter."""
-    return re.sub(r"{[^}]*}", "x", path) or "/"
-
-
 def answers(url: str, paths: set[str]) -> dict[tuple[str, str, bool], int]:
-    """(method, path, with the key?) -> status, for all methods."""
+    """(method, path, with the key?) -> status, for all methods; "x" is the value of each parameter."""
     seen = {}
     with httpx.Client(base_url=url, timeout=60.0) as client:
-        for path in sorted({filled(path) for path in paths}):
+        for path in sorted({re.sub(r"{[^}]*}", "x", path) or "/" for path in paths}):
             for method in METHODS:
                 body = {"json": ASK} if method in ("POST", "PUT", "PATCH") else {}
                 for key in (False, True):

@@ -76,9 +76,8 @@ def test_a_store_that_takes_connections_and_never_answers_holds_nothing(tmp_path
     words = [sys.executable, "-c", QUICK, *command.replace("followed", str(tmp_path / "followed")).split()]
     with socket.create_server(("127.0.0.1", 0)) as store:
         places = {"HF_ENDPOINT": f"http://127.0.0.1:{store.getsockname()[1]}", "HF_TOKEN": "hf_x"}
-        environ = (
-            os.environ | SPACE | places | {"REPLICA_FOLDER": str(tmp_path / "r"), "TMPDIR": str(tmp_path)}
-        )
+        places |= {"REPLICA_FOLDER": str(tmp_path / "r"), "TMPDIR": str(tmp_path)}
+        environ = os.environ | SPACE | places
         with (tmp_path / "log").open("wb") as log:
             process = subprocess.Popen(words, cwd=ROOT, env=environ, stdout=log, stderr=log)
         store.settimeout(5 * PATIENCE_S)

@@ -50,7 +50,6 @@ def test_an_object_is_replaced_for_readers_that_are_open_already(bucket: Bucket,
         bucket.put(KEY, data)
         info = reader.stat(KEY)
         assert reader.get(KEY) == data
-        assert info is not None
         assert (info.key, info.size) == (KEY, len(data))
         assert reader.list("runs/") == [info]
     assert open_bucket(bucket_url, create=True).get(KEY) == data
@@ -62,11 +61,9 @@ def test_what_others_uploaded_is_stored_with_the_rest(bucket: Bucket, bucket_url
     receipts = {key: open_bucket(bucket_url).upload(key, data) for key, data in parts.items()}
     if bucket_url.startswith("hf://"):
         assert keys(bucket, "") == []
-    bucket.put_all([("runs/manifest", b"manifest"), ("runs/head", b"head")], receipts)
-    assert {key: bucket.get(key) for key in keys(bucket, "")} == parts | {
-        "runs/manifest": b"manifest",
-        "runs/head": b"head",
-    }
+    records = {"runs/manifest": b"manifest", "runs/head": b"head"}
+    bucket.put_all([*records.items()], receipts)
+    assert {key: bucket.get(key) for key in keys(bucket, "")} == parts | records
     bucket.put_all([], {"runs/late": receipt} if (receipt := bucket.upload("runs/late", b"late")) else {})
     assert bucket.get("runs/late") == b"late"
 
@@ -167,12 +164,8 @@ def test_readers_never_see_half_an_object_while_two_processes_write(bucket: Buck
 )
 def test_keys_that_some_store_cannot_hold_are_refused(tmp_path: Path, key: str) -> None:
     bucket = open_bucket(f"file://{tmp_path}")
-    for operate in (
-        bucket.get,
-        bucket.stat,
-        lambda key: bucket.put(key, b""),
-        lambda key: bucket.delete([key]),
-    ):
+    writes = (lambda key: bucket.put(key, b""), lambda key: bucket.delete([key]))
+    for operate in (bucket.get, bucket.stat, *writes):
         with pytest.raises(BucketError, match="cannot be a key"):
             operate(key)
 

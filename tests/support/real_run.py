@@ -27,13 +27,8 @@ RUN = "drifting"
 CONFIG = '{"model_type": "drifting"}'
 Shapes = dict[str, tuple[int, ...]]
 TENSORS: Shapes = {"embed.weight": (300, 40), "layers.0.weight": (40, 80), "norm.weight": (64,)}
-KINDS = {
-    "self_attn.q_proj": (2, 1),
-    "self_attn.k_proj": (1, 1),
-    "self_attn.o_proj": (1, 2),
-    "mlp.gate_proj": (3, 1),
-    "mlp.down_proj": (1, 3),
-}
+KINDS = {"self_attn.q_proj": (2, 1), "self_attn.k_proj": (1, 1), "self_attn.o_proj": (1, 2)}
+KINDS |= {"mlp.gate_proj": (3, 1), "mlp.down_proj": (1, 3)}
 
 
 class Drifting:
@@ -105,7 +100,6 @@ class Drifting:
         return to_hex(state_digest({name: to_bits(weight) for name, weight in self.weights.items()}))
 
     def close(self) -> None:
-        """End the publisher's threads."""
         self.outbox.close()
         self.log.close()
         self._remove_assets()
@@ -150,9 +144,8 @@ class RealRun(Drifting):
         """One optimizer step of the size that Adam makes, published and taken over."""
         metrics = {"sample/staleness_mean": 1.0, "games/solve_rate": reward / 2, "games/invalid_rate": 0.1}
         group = {"prompt": "Play Wordle." if rollouts else "", "rollouts": rollouts}
-        self.log.append(
-            StepEvent(t=time.time(), step=self.version + 1, reward=reward, metrics=metrics, **group)
-        )
+        step = {"step": self.version + 1, "reward": reward, "metrics": metrics}
+        self.log.append(StepEvent(t=time.time(), **step, **group))
         return super().step()
 
     def end(self) -> None:

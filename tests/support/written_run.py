@@ -74,19 +74,10 @@ class WrittenRun:
         file = file_ref(self.keys.anchor(self._anchor, WRITER, "model.safetensors"), b"")
         common = {"run": self.keys.run, "born": 0.0, "version": self.version}
         common |= {"writer_term": WRITER.term, "writer": WRITER.id}
-        manifest = Manifest(
-            **common,
-            sync=self.version,
-            created_at=self.t,
-            digest=digest_of(self.version),
-            anchor=AnchorRef(version=self._anchor, files=(file,)),
-            deltas=deltas,
-            jumps=(),
-            parent=self._parent,
-            changed=changed,
-            total=TOTAL,
-            full_bytes=FULL,
-        )
+        facts = {"sync": self.version, "created_at": self.t, "digest": digest_of(self.version)}
+        counts = {"changed": changed, "total": TOTAL, "full_bytes": FULL}
+        files = {"anchor": AnchorRef(version=self._anchor, files=(file,)), "deltas": deltas, "jumps": ()}
+        manifest = Manifest(**common, **facts, **counts, **files, parent=self._parent)
         data = manifest.to_bytes()
         self.bucket.put(key, data)
         self._parent = file_ref(key, data)

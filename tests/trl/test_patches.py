@@ -23,17 +23,12 @@ from delta_weight_sync.trl import patches, trainer
 from tests.support.http_server import answering
 
 LENGTHS_Q, LENGTHS_K = [3, 1, 6, 2], [3, 1, 9, 7]  # the last two go on where another sequence ends
+STARTS = [[0, *itertools.accumulate(lengths)] for lengths in (LENGTHS_Q, LENGTHS_K)]
+BOUNDS = *(torch.tensor(places, dtype=torch.int32) for places in STARTS), max(LENGTHS_Q), max(LENGTHS_K)
 LAYERS, TOKENS = 3, 4096
-CONFIG = Qwen3Config(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=TOKENS,
-)
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS}
+CONFIG = Qwen3Config(**HEADS, **SIZES, max_position_embeddings=TOKENS)
 
 
 @pytest.fixture
@@ -43,10 +38,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # all is as it was, after this test
     patches.install()
     packing.register_tree_attention()
-
-
-def starts(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 def tensors(heads: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,7 +73,7 @@ def one_query_at_a_time(
 @pytest.mark.parametrize("scale", [None, 0.25])
 def test_the_gpus_call_and_the_cpus_path_are_the_same_attention(monkeypatch, heads, window, scale):
     monkeypatch.setattr(patches, "varlen_attn", one_query_at_a_time)
-    arguments = (*tensors(heads), starts(LENGTHS_Q), starts(LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K))
+    arguments = (*tensors(heads), *BOUNDS)
     there = patches._kernel(*arguments, scale=scale, before=window[0])
     here = patches._varlen_attention(*arguments, softmax_scale=scale, causal=True, window_size=window)
     torch.testing.assert_close(here, there)
@@ -90,13 +81,11 @@ def test_the_gpus_call_and_the_cpus_path_are_the_same_attention(monkeypatch, hea
 
 def test_gradients_are_those_of_each_sequence_alone():
     q, k, v = (t.requires_grad_() for t in tensors((4, 2)))
-    bounds = starts(LENGTHS_Q), starts(LENGTHS_K)
-    patches._varlen_attention(q, k, v, *bounds, max(LENGTHS_Q), max(LENGTHS_K)).square().sum().backward()
+    patches._varlen_attention(q, k, v, *BOUNDS).square().sum().backward()
     packed = [t.grad for t in (q, k, v)]
     alone = tuple(t.detach().requires_grad_() for t in (q, k, v))
-    one_query_at_a_time(
-        *alone, *bounds, max(LENGTHS_Q), max(LENGTHS_K), scale=None, window_size=(-1, 0), enable_gqa=True
-    ).square().sum().backward()
+    expected = one_query_at_a_time(*alone, *BOUNDS, scale=None, window_size=(-1, 0), enable_gqa=True)
+    expected.square().sum().backward()
     for ours, theirs in zip(packed, alone, strict=True):
         torch.testing.assert_close(ours, theirs.grad)
 
@@ -129,9 +118,8 @@ def test_a_kernel_that_sees_other_keys_is_found(monkeypatch, left):
 
 @pytest.mark.parametrize("wish", [{"softcap": 30.0}, {"causal": False}])
 def test_another_kind_of_attention_is_refused(wish):
-    bounds = starts(LENGTHS_Q), starts(LENGTHS_K)
     with pytest.raises(ValueError, match="train another model"):
-        patches._varlen_attention(*tensors((4, 4)), *bounds, 6, 9, **wish)
+        patches._varlen_attention(*tensors((4, 4)), *BOUNDS, **wish)
 
 
 def packed_arguments() -> dict[str, torch.Tensor | int]:
@@ -219,11 +207,10 @@ def test_frozen_parameters_are_handed_over_under_their_checkpoint_names():
     assert named["weight"] is inner.weight
 
 
+@pytest.mark.usefixtures("installed")
 def test_the_throughput_of_a_cpu_is_unknown_and_that_of_a_gpu_is_trls(monkeypatch):
     place = patches.async_grpo_trainer
     monkeypatch.setattr(patches, "_PEAK_FLOPS", lambda accelerator, dtype: 9.9e14)
-    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # all is as it was, after this test
-    patches.install()
     known = {
         kind: place.get_peak_flops_per_device(SimpleNamespace(device=torch.device(kind)), "bfloat16")
         for kind in ("cpu", "cuda")

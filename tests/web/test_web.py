@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
@@ -23,8 +23,7 @@ from tests.support.real_run import RUN, Drifting
 from tests.web import vectors
 
 pytestmark = pytest.mark.full
-ROOT = Path(__file__).parents[2]
-WEB = ROOT / "web"
+WEB = Path(__file__).parents[2] / "web"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css"}
 NEWEST = 19  # version of the recorded run
 FEEDBACK = re.compile(".")
@@ -244,9 +243,7 @@ def assert_accessible(page: Page) -> None:
 def test_it_follows_a_run_and_refuses_what_is_not_the_published_object(
     page: Page, site: str, tmp_path: Path
 ) -> None:
-    with ExitStack() as stack:
-        run = Drifting(tmp_path / "live")
-        stack.callback(run.close)
+    with closing(Drifting(tmp_path / "live")) as run:
         page.goto(f"{site}/?bucket=live&run={RUN}&poll=0.05")
         for version in range(51):
             holds(page, version, run.newest.digest)

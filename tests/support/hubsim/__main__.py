@@ -128,9 +128,8 @@ class AppProxy:
         except httpx.TransportError:
             return _page(502, "The upstream of this Space does not answer")
         passed = {key: value for key, value in answer.headers.items() if key not in HOP_BY_HOP}
-        return StreamingResponse(
-            answer.aiter_raw(), answer.status_code, passed, background=BackgroundTask(answer.aclose)
-        )
+        closing = BackgroundTask(answer.aclose)
+        return StreamingResponse(answer.aiter_raw(), answer.status_code, passed, background=closing)
 
 
 def _page(status: int, text: str) -> HTMLResponse:
@@ -143,13 +142,12 @@ SPACES = 12  # how many there can be at a time
 def main() -> None:
     """Serve until the parent process closes stdin or ends."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + SPACES)]
-    own_port, *ports = [listener.getsockname()[1] for listener in listeners]
-    app = build(
-        Path(sys.argv[1]), f"http://127.0.0.1:{own_port}", [f"http://127.0.0.1:{port}" for port in ports]
-    )
+    ports = [listener.getsockname()[1] for listener in listeners]
+    own, *addresses = (f"http://127.0.0.1:{port}" for port in ports)
+    app = build(Path(sys.argv[1]), own, addresses)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", date_header=False))
     threading.Thread(target=lambda: os._exit(0) if not sys.stdin.read() else None, daemon=True).start()
-    print(own_port, flush=True)
+    print(ports[0], flush=True)
     server.run(sockets=listeners)
 
 

@@ -133,7 +133,6 @@ Auth = Annotated[str, Header()]
 Range = Annotated[str, Header()]
 OptionalRange = Annotated[str | None, Header()]
 
-
 GRANTED = "x-granted"  # a header that the client has to send where the grant leads
 HELD = 8  # files that are kept as a browser gets them
 OWN_CAS = "/_sim/cas"  # for the simulator itself: no faults, and no place among the counted requests
