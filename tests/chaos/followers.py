@@ -15,7 +15,7 @@ import psutil
 from safetensors import SafetensorError
 
 from delta_weight_sync.checkout import RECORD, follow
-from delta_weight_sync.checkpoint import WEIGHTS, map_bits
+from delta_weight_sync.checkpoint import map_folder
 from delta_weight_sync.cli import main
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import CodecError, EngineError, ProtocolError
@@ -108,7 +108,7 @@ class Replica(Mortal):
 
     def damage_anchor(self) -> bool:
         """One bit of the anchor that is kept on the disk; False if none is."""
-        for path in (self.folder / "anchors").glob("*/model.safetensors"):
+        for path in (self.folder / "anchors").glob("*/model*.safetensors"):
             flip_bit(path)
             return True
         return False
@@ -151,7 +151,7 @@ def read_kept(folder: Path) -> Claim | None:
     try:
         place = (folder / "current").resolve(strict=True)
         manifest = parse(Manifest, (place / RECORD).read_bytes(), RECORD)
-        held = to_hex(state_digest(map_bits(place / WEIGHTS)))
+        held = to_hex(state_digest(map_folder(place)))
     except (FileNotFoundError, ProtocolError, SafetensorError):
         return None
     return Claim(manifest.version, manifest.writer, manifest.sync, manifest.digest, held)

@@ -91,9 +91,17 @@ def test_a_game_lost_by_keyboard_and_another_begun(page):
     expect(says(page)).to_have_text("Guess a word of 5 letters.")
     assert page.locator("#play .tile.place, #play .keys [data-mark]").count() == 0
     assert page.evaluate("location.hash") == ""
+    guess(page, 1, "crane")
+    page.emulate_media(reduced_motion="no-preference")
+    page.reload()
+    expect(says(page)).to_have_text("Guess a word of 5 letters.")
     page.keyboard.type("crane")
     page.keyboard.press("Enter")
-    expect(rows(page).first).to_have_attribute("data-feedback", MARKS)
+    page.locator("#play .turned").first.wait_for()
+    page.get_by_role("button", name="New game").click()
+    expect(page.locator("#play .turned")).to_have_count(0)
+    for turn in (1, 2):
+        guess(page, turn, "crane")
 
 
 @pytest.mark.full

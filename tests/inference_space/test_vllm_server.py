@@ -77,6 +77,8 @@ def test_what_may_be_lacking_later_is_a_warning(vllm, tmp_path, monkeypatch, cap
     with caplog.at_level(logging.WARNING, "delta_weight_sync"), pytest.raises(EngineError, match="is wanted"):
         vllm.start(tmp_path)
     assert caplog.messages == ["there is no compiler; install gcc"]
+    monkeypatch.setattr(vllm, "alive", lambda: True)
+    assert not vllm.serves(tmp_path), "an engine without an app answers nobody"
 
 
 @pytest.mark.full

@@ -226,6 +226,7 @@ def events(*, replica_digest: str = "b" * 16, replica_version: int = 1) -> list:
         SyncEvent(version=1, payload_bytes=10, changed=4, **sync),
         *(StepEvent(t=0, step=i, reward=i / 10, metrics={}) for i in range(20)),
         CommitEvent(version=1, lag_s=0.7, pause_ms=20, **commit),
+        ReplicaEvent(t=0, replica="http://r", state="removed", version=None, digest=None),
         ReplicaEvent(t=0, replica="r", state="serving", version=replica_version, digest=replica_digest),
         DoneEvent(t=0, version=1, digest="b" * 16, stopped_by="time"),
     ]

@@ -165,5 +165,7 @@ def test_a_file_of_replicas_that_is_missing_or_empty_is_an_error_only_at_the_sta
     assert fleet.urls() == ["http://a", "http://b"]
     file.write_text("")
     assert fleet.urls() == ["http://a", "http://b"]
+    file.write_bytes(b"\xff")
+    assert fleet.urls() == ["http://a", "http://b"]
     file.unlink()
     assert fleet.urls() == ["http://a", "http://b"]

@@ -1,6 +1,7 @@
 """Pokes reach every replica with the key, and samples and their rates reach the run's log."""
 
 import queue
+import socket
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,10 +9,13 @@ from types import SimpleNamespace
 import pytest
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
+from delta_weight_sync.runlog import ReplicaReport, RunLogReader, RunLogWriter, StepEvent
 from delta_weight_sync.store import open_bucket
 from tests.support import recorded
 from tests.support.http_server import Request, answering
+from tests.support.records import status
+from tests.support.waiting import soon
+from tests.trainer.test_spaces import watch
 from trainer import observe
 from trainer.observe import Pokes, StepRecorder
 from trainer.spaces import Fleet
@@ -60,7 +64,28 @@ def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch):
         for _ in range(2):
             sent.send()
             assert well.is_poked(), "one that hangs up is poked again"
+        (thread,), sent._fleet = sent._pools[slow_url]._threads, Fleet([url])
+        sent.send()
+        soon(lambda: not thread.is_alive())
         sent.close()
+
+
+def test_an_endless_answer_to_a_poke_is_not_read_for_ever():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sent = Pokes(Fleet([f"http://127.0.0.1:{server.getsockname()[1]}"]))
+        sent.send()
+        with server.accept()[0] as replica, pytest.raises(ConnectionError):
+            replica.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(100 << 20))
+        sent.close()
+
+
+def test_a_replica_that_tells_its_name_is_no_longer_logged_under_its_url(tmp_path, monkeypatch):
+    monkeypatch.setattr(observe, "_POLL_S", 0.01)
+    report, down = ReplicaReport(status=status("r", 3), commits=()).model_dump_json(), iter([(503, {}, b"")])
+    with answering(lambda _: next(down, (200, {}, report.encode()))) as url:
+        watch(tmp_path, url, 3)
+    states = [(e.replica, e.state) for e in RunLogReader(open_bucket(tmp_path.as_uri()), "run").poll()]
+    assert states == [(url, "unreachable"), (url, "removed"), ("r", "serving")]
 
 
 def sample(group: int, reward: float, *turns: tuple[str, str]) -> RolloutSample:

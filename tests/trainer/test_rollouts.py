@@ -14,6 +14,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from accelerate import PartialState
@@ -56,7 +57,7 @@ class Game:
         return 1.0
 
 
-def samples_of(conversations: list[list[dict[str, str]]]) -> list:
+def samples_of(conversations: list[list[dict[str, str]]], inherited: int = 4) -> list:
     """One group of samples, each conversation with the headers of its turns: a guess, then an end."""
     tokens = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER))
     turns = itertools.cycle([tokens.call("crane"), [tokens.end_of_turn]])
@@ -78,6 +79,7 @@ def samples_of(conversations: list[list[dict[str, str]]]) -> list:
 
     with answering(answer) as url:
         loop = rollout_loop(url, len(conversations), samples)
+        loop._model_version_value.inherited = inherited
         with contextlib.closing(loop._loop), loop._tool_pool:
             rolling = loop._loop.create_task(loop._run_loops(loop._stop_event))
             loop._loop.run_until_complete(stop_when_done())
@@ -162,6 +164,13 @@ def test_each_conversation_of_a_group_keeps_its_own_and_its_oldest():
     assert syncs == [[a] * 7 + [b] for a, b in turns]
 
 
+@pytest.mark.parametrize("turn", [named(9, TERM - 1), named(102)], ids=["earlier trainer", "another run"])
+def test_an_answer_of_weights_that_a_fresh_trainer_never_had_is_asked_for_again(turn, monkeypatch):
+    monkeypatch.setattr(rollouts, "_REST_S", 0.0)
+    (sample,) = samples_of([[turn, spanned(101, "101:0-1")]], inherited=0)
+    assert sample.token_syncs[sample.completion_mask == 1].tolist() == [101]
+
+
 def test_prompts_that_were_trained_on_are_not_played_again():
     loop = rollout_loop("http://127.0.0.1:1", 1, queue.Queue())
     with contextlib.closing(loop._loop), loop._tool_pool:
@@ -233,6 +242,9 @@ def test_a_child_that_fails_later_ends_the_trainer_with_the_cause(monkeypatch):
     patches.install()
     worker = object.__new__(ReplicaRolloutWorker)
     worker._failed_event, worker._exception_info_queue = threading.Event(), queue.Queue()
+    worker._heartbeat_value = worker._process = mock.Mock(value=time.time(), exitcode=-signal.SIGKILL)
+    with pytest.raises(RolloutError, match=r"rollouts failed: it was killed, perhaps"):
+        worker.check_health(PATIENCE_S)
     worker._failed_event.set()
     worker._exception_info_queue.put(("SpacesUnavailableError", "http://r does not answer", "Traceback ..."))
     sentence = "the process that collects rollouts failed: SpacesUnavailableError: http://r does not answer"

@@ -54,10 +54,10 @@ def every_request(folder: Path, replica: str, env: str, poked: Callable[[], obje
     ]
 
 
-def watch(folder: Path, replica: str) -> None:
+def watch(folder: Path, replica: str, version: int | None = None) -> None:
     log = RunLogWriter(open_bucket(folder.as_uri(), create=True), "run")
     asking = ReplicaWatch(Fleet([replica]), log)
-    assert asking.wait_for(None, timeout_s=300.0), "it has sent a request, and found no version in the answer"
+    assert asking.wait_for(version, timeout_s=300.0), "it asks, and finds this version in the answer"
     asking.close()
     log.close()
 

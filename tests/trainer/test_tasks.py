@@ -76,6 +76,8 @@ def test_a_solved_game_pays_and_is_over_and_giving_up_costs(url, words):
     """One instance plays game after game."""
     env = WordleEnv(url)
     env.reset(seed=3)
+    with pytest.raises(ValueError, match="refused"):
+        guess(env, 12345)  # takes no turn
     assert solve(env, words)
     assert reward(env) > 1.0
     with pytest.raises(ValueError, match="the game is over"):
@@ -128,8 +130,10 @@ def test_what_is_no_games_answer_loses_the_game_and_is_not_scored(answer, to_a_g
 
 
 @pytest.mark.finding("N5")
-def test_a_busy_environment_is_asked_again_whatever_pause_it_asks_for():
-    busy = iter([(503, {"Retry-After": "1e9"}, b"{}"), (429, {}, b"")])
+def test_a_busy_environment_is_asked_again_whatever_pause_it_asks_for(monkeypatch):
+    monkeypatch.setattr(asyncio, "sleep", partial(asyncio.sleep, 0))
+    starts = [(200, {}, b"\n<!DOCTYPE html>"), (500, {}, b"<html>"), (408, {}, b"")]
+    busy = iter([(201, {}, b"{}"), (503, {"Retry-After": "1e9"}, b"{}"), (429, {}, b""), *starts])
     with answering(lambda request: next(busy, (200, {}, json.dumps(GAME).encode()))) as somebody:
         env = WordleEnv(somebody)
         env.reset(seed=3)

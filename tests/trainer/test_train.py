@@ -74,6 +74,9 @@ def test_a_token_that_may_not_write_ends_the_trainer(hub_env, base, tmp_path, mo
     assert f" ({status}, " in message
     assert message.endswith("set HF_TOKEN to a token with write access to team/read-only")
     assert not token or token not in message
+    monkeypatch.setattr("trainer.train.train", mock.Mock(side_effect=TimeoutError("too slow")))
+    with pytest.raises(SystemExit, match=r"^trainer: too slow$"):
+        main()
     monkeypatch.setenv("HF_TOKEN", writes)
     assert open_bucket(BUCKET).list("") == [], "nothing was written"
 

@@ -212,6 +212,13 @@ def test_ever_newer_versions_with_other_configurations_start_vllm_ever_more_seld
     assert follower.serving.writer_term == max(claimed), "the last one in the end: it is the run's"
 
 
+def test_while_vllm_may_not_be_started_no_checkpoint_is_written(run, time, follower, vllm) -> None:
+    time.in_pauses = lambda: (vllm.kill(), run.step())
+    with mock.patch.object(follower._layout, "put", wraps=follower._layout.put) as put:
+        time.pass_for(60, follower)
+    assert put.call_count == vllm.starts
+
+
 def claim(run: Drifting, term: int) -> int:
     bucket, writer = open_bucket(run.url), Writer(term, f"{term:032x}")
     keys = Keys(RUN)

@@ -68,6 +68,7 @@ def test_what_one_of_them_refuses_is_refused(loop: asyncio.AbstractEventLoop) ->
     for answers in (
         {"stage": [[[STAGED | fine], [refusal]]]},
         {"stage": [[[STAGED]]], "commit": [[[refusal]]]},
+        {"stage": [[[{"error": "see the other worker", "kind": "worker"}, refusal]]]},
     ):
         with pytest.raises(EngineError, match="another digest") as caught:
             engine(loop, answers).take(*VERSION)

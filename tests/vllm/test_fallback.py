@@ -1,12 +1,14 @@
 """Tensors without a route are loaded again by vLLM's own loader: as a fresh start does, and undone."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
 from delta_weight_sync import codec
 from delta_weight_sync.digest import state_digest
-from delta_weight_sync.vllm import routes
+from delta_weight_sync.vllm import routes, worker
 from delta_weight_sync.vllm.worker import Fallback
 from tests.support.live_weights import load
 
@@ -115,6 +117,18 @@ def test_a_model_that_loading_does_not_restore_is_refused(squared, sentence):
     model.squared = torch.nn.Parameter(squared, requires_grad=False)
     with pytest.raises(routes.RouteError, match=sentence):
         Fallback(model, state)
+
+
+def test_to_learn_again_keeps_what_commits_have_made_of_the_tensors(loaded, monkeypatch):
+    model, state, _ = loaded
+    learning = object.__new__(worker.DeltaWorker)  # without a vLLM
+    learning._model, learning._ranks, learning._rechecks = model, worker.Ranks(1), mock.ANY
+    learning._config = mock.Mock(**{"model_config.model": "."})
+    monkeypatch.setattr(worker.checkpoint, "read_bits", lambda folder: state.items())
+    learning.learn(SHAPES)
+    learning.weights._fallback.stage(diff(state, random_state(1)))[0].do()
+    learning.learn(SHAPES)
+    assert memory(model) == memory(load(Model(), random_state(1)))
 
 
 def test_a_commit_without_changes_loads_nothing(loaded):

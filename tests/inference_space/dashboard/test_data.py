@@ -37,7 +37,7 @@ from tests.support.hubsim import HubSim
 from tests.support.real_run import RealRun
 from tests.support.records import manifest_of, status
 from tests.support.waiting import PATIENCE_S, soon
-from tests.support.written_run import WrittenRun, digest_of
+from tests.support.written_run import WRITER, WrittenRun, digest_of
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +153,8 @@ def test_digests_come_from_the_manifests(bucket: Bucket) -> None:
     assert progress
     matching = {r.status.replica: progress.matches(r.status) for r in progress.replicas}
     assert matching == {"same": True, "late": True, "wrong": False}
+    bucket.put(written.keys.manifest(3, WRITER), b"damaged")
+    assert Library(bucket, lambda: "wordle").digests({2, 3}) == {2: digest_of(2)}
 
 
 def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) -> None:
@@ -332,7 +334,7 @@ def test_a_failure_is_cached_for_a_limited_time() -> None:
 
     def fail(question: str) -> str:
         calls.append(question)
-        raise ProtocolError("it is damaged")
+        raise ProtocolError("it is damaged") from ValueError(question)
 
     ask = AnswerCache(fail, 10, clock=lambda: now[0])
     for now[0] in (0.0, FAILED_S, FAILED_S + 1):
@@ -343,6 +345,7 @@ def test_a_failure_is_cached_for_a_limited_time() -> None:
         with pytest.raises(ProtocolError):
             ask(f"{number}")
     assert len(ask._kept) <= 1024
+    assert not any(error.__traceback__ or error.__cause__ for error, *_ in ask._kept.values())
 
 
 @pytest.mark.finding(8)
@@ -372,6 +375,9 @@ def test_the_size_that_a_manifest_states_is_not_trusted(bucket: Bucket, monkeypa
     monkeypatch.setattr(Library, "_manifest", lambda *_: forged)
     with pytest.raises(ProtocolError, match="too large to be rebuilt here"):
         Library(counted, lambda: "r").verify(0)
+    monkeypatch.setattr(Library, "_manifest", lambda *_: manifest_of(CALLS, 0))
+    with pytest.raises(ProtocolError, match="run delta-weight-sync verify"):
+        Library(counted, lambda: "r").verify(CALLS)
     assert not counted.fetched
 
 

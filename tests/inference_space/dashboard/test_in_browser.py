@@ -224,10 +224,26 @@ def test_scrubbing_shows_the_run_as_it_was(page, url, real, shown):
     expect(page.locator("#dws-live h1")).to_have_text("v5 serving on 1/1 replica")
 
 
+def test_looking_back_follows_a_moment_and_a_run_that_vanish(page, url, run, bucket):
+    for version in range(60):
+        run.publish(FULL if version == 0 else 44_000, 2_200)
+    page.goto(url)
+    page.get_by_label("Look back").fill("3")
+    run.publish(44_000, 2_200)
+    expect(page.locator(".scrub output")).to_have_text("v4")
+    expect(page.locator("#dws-past h1")).to_contain_text("v4 published")
+    bucket.delete([info.key for info in bucket.list("runs/")])
+    expect(page.locator("#dws-live")).to_be_visible()
+
+
 def test_an_open_view_turns_to_the_run_that_takes_the_place_of_another(page, url, real, bucket, shown):
     """Nobody has to reload: a page left open in another view shows what is there now."""
     shown(real)
-    page.goto(f"{url}#explain")
+    page.route("**/dashboard/explain", lambda route: route.fulfill(status=429), times=1)
+    with page.expect_response("**/dashboard/explain"):
+        page.goto(f"{url}#explain")
+    for tab in ("inside", "explain"):  # the first answer was a refusal
+        page.locator(f"[data-tab={tab}]").click()
     expect(page.locator(".whose button").first).to_have_text("this run: tiny-qwen")
     page.locator("[data-tab=bucket]").click()
     expect(page.locator(".view-bucket .lead")).to_contain_text(f"of run {real.reader.keys.run}")

@@ -71,6 +71,8 @@ def test_bytes_are_counted_from_version_1_and_anchors_count_as_sent() -> None:
     assert run.curves["anchors"] == ((0, 1100), (2, 1100))
     assert run.curves["changed"] == ((1, 0.01), (2, 0.02), (3, 0.02))
     assert run.curves["saved"] == ((1, 970), (2, 820), (3, 1780))
+    whole = progress(sync(1, 30), sync(2, 1100, anchor=1100, changed=0))
+    assert (whole.payload_bytes, "KB anchor" in body(whole)) == (30, False), "it is no delta, and shown once"
 
 
 def test_a_commit_moves_its_replica_and_costs_the_slowest() -> None:
@@ -102,6 +104,7 @@ def test_what_a_replica_answers_replaces_what_was_known() -> None:
     assert (x.status.state, x.status.version, x.status.error) == ("down", None, "no answer")
     assert (run.behind(x.status), run.matches(x.status)) == (None, None)
     assert math.isnan(x.versions[-1][1]), "the staircase breaks off where a replica serves nothing"
+    assert not progress(sync(1, 9), down, status("x", None, state="removed")).replicas
 
 
 def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:

@@ -110,6 +110,7 @@ def test_a_gated_model_whose_licence_was_not_accepted(world: World, monkeypatch)
     world.hub.add_model("lab/closed", gated="manual", granted=[OWNER], files={"config.json": "{}"})
     assert doctor(world, "--model", "lab/closed")["model licence"][0]
     assert "--model" in problems(world, "--model", "lab/no-such")["model licence"], "there is none"
+    assert world.fails("doctor", "--config", "nope.yaml").startswith("deploy: [Errno 2]")
 
 
 @pytest.mark.parametrize(("seconds", "word"), [(300, "behind"), (-300, "ahead")])
@@ -149,6 +150,9 @@ def test_a_model_that_is_too_large_for_the_replicas(world: World, tmp_path, monk
     assert not problems(world, "--model", fits), "vLLM takes 0.92 of a GPU, not 0.9"
     huge = checkpoint(tmp_path / "huge", 10**12)
     assert "a smaller model" in problems(world, "--model", huge)["GPU of the replicas"]
+    (Path(huge) / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    found = doctor(world, "--model", huge)
+    assert (found["GPU of the replicas"][0], found["bucket"][0]) == (False, True), "the last check is run"
 
 
 def test_a_model_that_is_too_large_for_the_trainer(world: World, tmp_path, monkeypatch):
