@@ -147,6 +147,8 @@ class ReplicaWatch:
         while not self._closed.wait(_POLL_S):
             urls = self._fleet.urls()
             for url in urls:
+                if self._closed.is_set():
+                    return
                 self._record(url, self._ask(url))
             for url in self._last.keys() - urls:
                 self._remove(self._last.pop(url))

@@ -176,8 +176,9 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 answer, headers = await self._request(f"{url}{path}", payload, timeout)
                 term, syncs = int(headers.get("x-policy-term", -1)), self._model_version_value
                 own, ahead = term == self._term, int(headers.get("x-policy-sync", 0)) > syncs.value + 1
-                # This trainer never had the weights of another run or, with `--fresh`, of an earlier trainer.
-                if ahead if own else term >= 0 and not syncs.inherited:
+                # This trainer had the weights of earlier trainers, but not if it is the first or began with
+                # `--fresh`. It never had those of another run.
+                if ahead if own else term >= 0 and not (syncs.inherited and term < self._term):
                     raise aiohttp.ClientError("it has other weights: does it follow this trainer's --run?")
                 # For the syncs up to `inherited`, an earlier trainer had the same weights as this trainer.
                 last = sys.maxsize if own else syncs.inherited

@@ -12,6 +12,7 @@ const says = panel.querySelector(".says");
 const keys = panel.querySelector(".keys");
 const seedLink = panel.querySelector(".seed");
 let game = { over: true };
+let starts = 0; // games that were asked for
 
 async function ask(method, path, body) {
   const answer = await fetch(path, {
@@ -28,7 +29,9 @@ const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 const seedInAddress = () => Number(/^#seed=(\d{1,15})$/.exec(location.hash)?.[1] ?? NaN);
 
 async function start(seed) {
-  while (game.busy) await pause(50); // a move that is being shown belongs to this game, not to the next
+  const asked = (starts += 1);
+  while (game.showing) await pause(50); // a move that is being shown belongs to this game, not to the next
+  if (asked !== starts) return; // meanwhile, another game was asked for
   if (!game.over) ask("DELETE", `play/${game.session}`).catch(() => {});
   game = { over: true };
   try {
@@ -49,24 +52,28 @@ async function submit() {
     says.textContent = `A guess has ${game.length} letters.`;
     return;
   }
-  game.busy = true;
+  const mine = game;
+  mine.busy = true;
   try {
     const move = await ask("POST", `play/${game.session}/guess`, { word: game.typed, turn: game.turn });
-    await show(move);
+    if (mine === game) await show(move);
   } catch (problem) {
+    if (mine !== game) return; // another game was begun
     const lost = problem instanceof TypeError;
     says.textContent = lost ? "The server did not answer. Press Enter to send the guess again." : problem.message;
   }
-  game.busy = false;
+  mine.busy = false;
 }
 
 async function show(move) {
+  game.showing = true;
   board.note(element("code", { textContent: move.observation }));
   await board.show(move);
   [...move.feedback].forEach((mark, i) => colour(move.word[i], mark));
   game.over = move.done;
   game.turn += 1;
   game.typed = "";
+  game.showing = false;
   const aloud = element("span", { className: "aloud", textContent: `${describe(move)}. ` });
   says.replaceChildren(element("span", {}, aloud, move.done ? result(move) : advice(move)));
 }

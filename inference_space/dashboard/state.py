@@ -176,7 +176,8 @@ class RunState:
                 case StepEvent():
                     self._step(event)
                 case ReplicaEvent(state="removed"):
-                    self._replicas.pop(event.replica, None)
+                    for known in (self._replicas, self._lags):
+                        known.pop(event.replica, None)
                 case ReplicaEvent():
                     self._replicas[event.replica] = self._replica(event).report(event, event.t)
                 case CommitEvent():

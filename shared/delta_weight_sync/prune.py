@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
 from delta_weight_sync.errors import ConfigError, ObjectMissingError
-from delta_weight_sync.reader import RunReader, manifests_of
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef, Manifest, Writer, state_version, version_key
 from delta_weight_sync.store import Bucket, ObjectInfo
 
@@ -108,7 +108,7 @@ class Pruner:
         kept = {*spare, *filter(lasts, infos)}
         size, oldest = size_of(kept), newest.version
         limit, since = self._keep.size - reserve, newest.created_at - self._keep.age_s
-        for version in self._versions(newest, manifests_of([*infos.values()])):
+        for version in self._versions(newest, infos):
             whole = version.number == newest.version or is_young(version.key)  # keep all files that it names
             must = whole or version.number >= oldest_state  # keep it even beyond the budget
             more = {version.key, *(version.names if whole else version.needs)} - kept
@@ -125,17 +125,17 @@ class Pruner:
         delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)
         return Survey(delete, sum(doomed.info.size for doomed in delete), size, oldest, newest.version)
 
-    def _versions(self, newest: Manifest, listed: Mapping[int, ObjectInfo]) -> Iterator[_Version]:
-        """Yield the versions, newest first. Each manifest is read only once. If one is missing, the next one
-        that is `listed` follows: the versions below the gap are not deleted just because of the gap."""
+    def _versions(self, newest: Manifest, infos: Mapping[str, ObjectInfo]) -> Iterator[_Version]:
+        """Yield the versions, newest first. Each manifest is read only once. If one is missing, go on below
+        the gap: what is there is not deleted just because of the gap. `infos`: the run's objects."""
         yield (version := self._remember(newest))
         while ref := version.parent:
             try:
                 version = self._read.get(ref.key) or self._remember(self._reader.read(Manifest, ref))
             except ObjectMissingError:
-                if not (older := [number for number in listed if number < version.number]):
+                if (below := self._reader.below_gap(newest, version.number, infos)) is None:
                     return
-                version = self._remember(self._reader.read_listed(listed[max(older)].key))
+                version = self._remember(below)
             yield version
 
     def _remember(self, manifest: Manifest) -> _Version:

@@ -9,7 +9,7 @@ handled: listing versions does not need numba.
 import contextlib
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -156,6 +156,14 @@ class RunReader:
         while found and not found.recipe_without(self._unreadable):
             found = self.parent(found)
         return found
+
+    def below_gap(self, newest: Manifest, gap: int, infos: Mapping[str, ObjectInfo]) -> Manifest | None:
+        """The newest version below `gap` whose files are all among the run's objects `infos`, or None."""
+        listed = manifests_of([*infos.values()])
+        numbers = sorted((number for number in listed if number < gap), reverse=True)
+        below = (self.read_listed(listed[number].key) for number in numbers)
+        whole = (m for m in below if m.born == newest.born and all(f.key in infos for f in m.recipe().files))
+        return next(whole, None)
 
     def try_older(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
         """Call `use` with a version. If `use` finds a damaged or missing file, also call `use` with the

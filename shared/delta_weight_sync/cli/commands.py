@@ -211,9 +211,10 @@ def _verify(arguments: Arguments) -> None:
     reader.require_intact()
     reader.manifest()  # raises an error if there is no version
     manifests = [*reader.versions()][::-1]
-    if min(manifests_of(reader.bucket.list(reader.keys.manifests))) < (oldest := manifests[0].version):
-        gap = f"the manifest of version {oldest - 1} is missing, but older ones are there"
-        raise ProtocolError(f"{gap}: it was lost, or a `gc` was interrupted")
+    infos, oldest = {info.key: info for info in reader.bucket.list(reader.keys.folder)}, manifests[0]
+    if below := reader.below_gap(oldest, oldest.version, infos):
+        gap = f"the manifest of version {oldest.version - 1} is missing, but version {below.version} is there"
+        raise ProtocolError(f"{gap}: the manifest was lost, or a `gc` was interrupted")
     with Scratch() as folder:
         for manifest in _verified(reader, manifests, folder):
             facts = {"version": manifest.version, "digest": manifest.digest}

@@ -115,7 +115,8 @@ def check_health(worker: Any, stale_after_s: float) -> None:
     """Raise `RolloutError` with the cause if the rollout process failed or hangs."""
     try:
         _CHECK_HEALTH(worker, stale_after_s)
-        if code := worker._process and worker._process.exitcode:
+        code = worker._process and worker._process.exitcode
+        if code and code != -signal.SIGTERM:  # perhaps the trainer was sent the same signal
             raise RuntimeError(_KILLED if code == -signal.SIGKILL else f"it ended with exit code {code}")
     except RuntimeError as error:
         cause = str(error.__cause__ or error).splitlines()[0]  # the child's traceback follows

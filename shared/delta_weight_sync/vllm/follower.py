@@ -247,10 +247,10 @@ class Follower:
         wanted = manifest.anchor, self.commands.pinned
         if first and self._refusal and not self._joining.allows(wanted):
             raise self._refusal
-        if not self._engine.alive():
-            self._require_patience(manifest)  # before a checkpoint is written
         if first:
             self._note(f"fetching version {manifest.version}")
+        if not self._engine.alive():
+            self._require_patience(manifest)  # before a checkpoint is written
         folder, shapes = self._layout.put(manifest)
         fetch_s = time.perf_counter() - started
         try:
