@@ -163,7 +163,7 @@ class ReplicaWatch:
             headers = spaces.headers(url)
             with self._http.stream("GET", f"{url}/status", params=query, headers=headers) as answer:
                 return ReplicaReport.model_validate_json(spaces.read(answer.raise_for_status()))
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # the list may have changed
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # perhaps a wrong URL in the list
             name = self._last[url].replica if url in self._last else url
             reason = f"{url} gives no status ({type(error).__name__})"
             gone = ReplicaEvent(

@@ -178,8 +178,9 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 own, ahead = term == self._term, int(headers.get("x-policy-sync", 0)) > syncs.value + 1
                 # This trainer had the weights of earlier trainers, but not if it is the first or began with
                 # `--fresh`. It never had those of another run.
-                if ahead if own else term >= 0 and not (syncs.inherited and term < self._term):
-                    raise aiohttp.ClientError("it has other weights: does it follow this trainer's --run?")
+                foreign = ahead if own else term >= 0 and not (syncs.inherited and term < self._term)
+                if foreign:
+                    raise aiohttp.ClientError("its weights are not of this run: set its run to this --run")
                 # For the syncs up to `inherited`, an earlier trainer had the same weights as this trainer.
                 last = sys.maxsize if own else syncs.inherited
                 conversation.add_turn(payload["prompt"], answer["choices"][0]["token_ids"], headers, last)

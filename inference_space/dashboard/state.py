@@ -267,7 +267,7 @@ class RunState:
             seen.sent_bytes += event.sent_bytes or event.payload_bytes + event.anchor_bytes
             seen.sent_full_bytes += event.full_bytes
             self._curves["saved"].add(event.version, max(0, seen.sent_full_bytes - seen.sent_bytes))
-            if event.payload_bytes != event.anchor_bytes:  # if equal, the version was published whole
+            if not event.whole:
                 self._curves["deltas"].add(event.version, event.payload_bytes)
                 self._curves["changed"].add(event.version, event.changed / max(1, event.total))
                 _insert(self._sizes, event.payload_bytes)

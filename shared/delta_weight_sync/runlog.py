@@ -45,6 +45,11 @@ class SyncEvent(Record):
     encode_s: Number
     publish_s: Number  # from the hand-over of the weights until HEAD is stored; training goes on meanwhile
 
+    @property
+    def whole(self) -> bool:
+        """Whether the version was published as an anchor, without a delta."""
+        return self.version == 0 or self.payload_bytes == self.anchor_bytes
+
 
 class Rollout(Record):
     """One conversation of a group. A turn is a text of the policy and the environment's answer."""

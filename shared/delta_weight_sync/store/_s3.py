@@ -18,13 +18,13 @@ from typing import Any, Final
 from urllib.request import Request, urlopen
 
 import obstore
-from obstore.exceptions import BaseError, InvalidPathError
+from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
 from delta_weight_sync import errors, store
 
 _PARTS: Final = 8  # requests in parallel
-# What refusals say. Without keys, obstore asks the cloud for keys at this address.
+# What other errors say if they are refusals. Without keys, obstore asks the cloud for keys at this address.
 _REFUSED = re.compile(r"40[13]:? (Unauthorized|Forbidden)|ExpiredToken|http://169\.254\.169\.254")
 
 
@@ -104,7 +104,8 @@ class S3Bucket(store.Bucket):
             return errors.BucketMissingError(f"{self.url} does not exist: create it or correct its name")
         if missing:
             return errors.ObjectMissingError(f"{place} does not exist")
-        if _REFUSED.search(str(error)):
+        refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
+        if refused or _REFUSED.search(str(error)):
             return errors.AccessDeniedError(
                 f"the store refused {right} access to {place} ({code}): set AWS_ACCESS_KEY_ID and"
                 f" AWS_SECRET_ACCESS_KEY to keys with {right} access"

@@ -51,7 +51,8 @@ class BucketWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish TRL's parameters, whole tensors under checkpoint names.
 
-        Returns when the changes are known, before they are uploaded. Waits for the upload of a checkpoint.
+        Returns when the changes are known, before they are uploaded. But version 0, and the version after a
+        damaged one, are uploaded before this returns.
         """
         if self._publisher is None:  # in a second `train()` of a trainer, TRL does not open the run again
             self.init_weight_transfer()
