@@ -327,7 +327,6 @@ class Follower:
         """Record that a version is served. `times`: fetch, then `Times`; empty if no weight changed."""
         self._heal_refusal = ""
         self._signed_by = self._reader.public_keys.signer(manifest, "the manifest")
-        self.serving = self._served_last = manifest
         now = time.time()
         fetch_s, stage_s, pause_s, commit_s, live_at = times or (0.0, 0.0, 0.0, 0.0, now)
         event = CommitEvent(
@@ -342,5 +341,6 @@ class Follower:
             commit_ms=1e3 * commit_s,
             joined=joined,
         )
-        self._commits.append(event)
+        self._commits.append(event)  # first: a report of this version has its commit, too
+        self.serving = self._served_last = manifest
         self._note("serving", line=f"serves version {manifest.version}, digest {manifest.digest}")
