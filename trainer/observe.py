@@ -123,7 +123,7 @@ class ReplicaWatch:
         self._fleet, self._log = fleet, log
         self._after = defaultdict[str, int](lambda: -1)  # by URL: the newest version with a logged commit
         self._last: dict[str, ReplicaEvent] = {}
-        self._http = httpx.Client(timeout=5.0)
+        self._http = spaces.Clients(timeout_s=5.0)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="replica-watch", daemon=True)
         self._thread.start()
@@ -191,7 +191,7 @@ class Pokes:
     """
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet, self._http = fleet, httpx.Client(timeout=POKE_TIMEOUT_S)
+        self._fleet, self._http = fleet, spaces.Clients(POKE_TIMEOUT_S)
         self._pools = defaultdict[str, ThreadPoolExecutor](lambda: ThreadPoolExecutor(1, "poke"))
         self._last: dict[str, Future[None]] = {}
 

@@ -8,6 +8,7 @@ receive `SPACE_KEY` and `SPACE_HF_TOKEN`, so that a mistyped URL receives neithe
 an option or a log line, and no request follows a redirect.
 """
 
+import contextlib
 import contextvars
 import functools
 import os
@@ -24,6 +25,8 @@ from uuid import uuid4
 import aiohttp
 import httpx
 from huggingface_hub import get_token
+
+from delta_weight_sync.util import is_near
 
 Kind = Literal["replica", "env"]
 
@@ -150,6 +153,7 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
     `SpacesUnavailableError` for an unusable URL or key."""
     try:
         content["headers"] = headers(url, kind)
+        content["trust_env"] = not is_near(url)  # no proxy for this machine and private networks
         with httpx.stream(method, f"{url.rstrip('/')}{path}", timeout=10.0, **content) as answer:
             body, known = read(answer), answer.headers.copy()
             known.pop("content-encoding", "")  # `read` has decoded the content
@@ -159,6 +163,26 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         example = "https://<owner>-<name>.hf.space"
         raise SpacesUnavailableError(f"{url!r} is not the URL of a Space: write {example}") from error
+
+
+class Clients:
+    """Two HTTP clients: one without a proxy, for this machine and private networks, and one for the rest."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._far = httpx.Client(timeout=timeout_s)
+        self._near = httpx.Client(timeout=timeout_s, trust_env=False)
+
+    def stream(
+        self, method: str, url: str, **content: Any
+    ) -> contextlib.AbstractContextManager[httpx.Response]:
+        """Like `httpx.Client.stream`."""
+        client = self._near if is_near(url) else self._far
+        return client.stream(method, url, **content)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._far.close()
+        self._near.close()
 
 
 def read(answer: httpx.Response) -> bytes:

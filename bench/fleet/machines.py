@@ -26,6 +26,8 @@ from delta_weight_sync import cost, reader, records, runlog, util, watch
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import outbox, shortcuts, writer
+from delta_weight_sync.publish.mirror import Block
+from delta_weight_sync.publish.sharding import Held
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.store import hub
 from delta_weight_sync.vllm import follower
@@ -186,7 +188,7 @@ class Codec:
         return {self._disk[folder].name: self._disk[folder]}
 
     def write_bits(
-        self, shapes: Mapping[str, object], bits: Callable[[str], CountedBits], path: Path
+        self, shapes: Mapping[str, object], bits: Callable[[str], CountedBits], path: Path, _: object = None
     ) -> None:
         """As `checkpoint.write_bits`."""
         (name,) = shapes
@@ -212,7 +214,7 @@ class CountedMirror:
         self._scenario, self._sleep = scenario, _computing(scenario, clock)
         self._bits, self.digest = CountedBits(""), 0
 
-    def add(self, name: str, _: object) -> None:
+    def add(self, name: str, *_: object) -> None:
         """As in `Mirror`."""
         self._bits = CountedBits(name)
 
@@ -283,7 +285,7 @@ class CountedLayout:
     def __init__(self, fleet: Fleet, read: reader.RunReader, folder: Path) -> None:
         self._fleet, self._reader, self._folder, self._anchor = fleet, read, folder, None
 
-    def put(self, manifest: Manifest) -> tuple[Path, dict[str, list[int]]]:
+    def put(self, manifest: Manifest) -> tuple[Path, dict[str, list[int]], dict[str, str]]:
         """As in `Layout`."""
         asked, sleep = self._fleet.asked, self._fleet.clock.sleep
         if self._anchor != manifest.anchor:
@@ -298,7 +300,7 @@ class CountedLayout:
         for ref in deltas:
             decode_s = cost.DECODE["fast"].seconds(asked.owned, ref.changed) / asked.threads
             sleep(decode_s + cost.APPLY.seconds(0, ref.changed))
-        return self._folder, {}
+        return self._folder, {}, {}
 
     def progress(self) -> str:
         """As in `Layout`."""
@@ -474,7 +476,8 @@ class Fleet:
         own.part = f".r{rank.number}" if asked.ranks > 1 else ""
         seat, keep = Seat(self._peers, rank.number), Keep.parse(asked.keep) if asked.keep else None
         publisher = outbox.Outbox(own, log, peers=seat, keep=keep)
-        weights = [(f"of.{n}", torch.zeros(1).expand(asked.owned)) for n in range(asked.ranks)]
+        block, row = Block.whole((asked.owned,)), torch.zeros(1).expand(asked.owned)
+        weights = [Held(f"of.{n}", "BF16", block.shape, row, block) for n in range(asked.ranks)]
         if log:
             self.handed.append(clock.now)
         publisher.publish(weights, 0)

@@ -25,7 +25,14 @@ from safetensors import SafetensorError
 
 from delta_weight_sync import errors
 from delta_weight_sync.checkpoint import map_folder
-from delta_weight_sync.reader import RunReader, apply_delta, open_run, remove_other_files, require_digest
+from delta_weight_sync.reader import (
+    RunReader,
+    apply_delta,
+    map_weights,
+    open_run,
+    remove_other_files,
+    require_digest,
+)
 from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.watch import Watcher
 
@@ -203,7 +210,7 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
     paths = reader.fetch_all(recipe.deltas, into)
     shutil.copytree(held.path, into, dirs_exist_ok=True)
     try:
-        state = map_folder(into, "r+")
+        state = map_weights(into, manifest.anchor)
         for path in paths:
             apply_delta(state, path)
         require_digest(state, manifest)

@@ -1,21 +1,24 @@
-"""Reads Hugging Face checkpoints as bf16 bits, `{name: uint16 array}`, and writes bits as checkpoints.
+"""Reads and writes Hugging Face checkpoints as 16-bit words, `{name: uint16 array}`.
 
-A function that casts weights imports torch, which takes seconds. Mapping a file's bf16 bits needs no torch.
+A tensor of a 16-bit dtype is one word per element, so its words have the tensor's shape. A tensor of a wider
+dtype has several words per element, the lowest first, in one more dimension: a float32 tensor [3, 4] has
+words [3, 4, 2]. An element of one byte is a word of its own, 0 to 255. Everything behind this module (codec,
+digest, mirror, routes) sees only words, so it treats every dtype alike, bit for bit.
+
+A function that casts weights imports torch, which takes seconds. Mapping a file's words needs no torch.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from delta_weight_sync.errors import CheckpointError
 
@@ -26,63 +29,187 @@ WEIGHTS = "model.safetensors"  # the weights of a checkpoint, if they are in one
 INDEX = f"{WEIGHTS}.index.json"  # says which file has which tensor, if the weights are in several files
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]
-_HEAD = "lm_head.weight"
-_SHARDS = "model*.safetensors"
-# What a server reads besides the weights: config, tokenizer, chat template, processors.
-_FILES = (
-    *("config.json", "generation_config.json", "*token*", "vocab*", "merges.txt", "spiece.model"),
-    *("chat_template*", "*processor*.json"),
+
+# safetensors' name of a dtype -> torch's name, and bytes per element.
+DTYPES: Final[Mapping[str, tuple[str, int]]] = {
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+FLOATS: Final = ("BF16", "F16", "F32", "F64")
+FOREIGN: Final = ("pytorch_model*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack")  # weights in other formats
+CONVERT: Final = (
+    "convert it to safetensors, with `AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER)` and"
+    " the tokenizer's `save_pretrained(FOLDER)`, and give FOLDER"
 )
-_log = logging.getLogger("delta_weight_sync")
+UNQUANTIZED: Final = (
+    "dequantize it first, with"
+    ' `AutoModelForCausalLM.from_pretrained(..., dtype="bfloat16").save_pretrained(FOLDER)`'
+)
+_NAMES: Final = {name: dtype for dtype, (name, _) in DTYPES.items()}
 
 
-def to_bits(tensor: torch.Tensor) -> Bits:
-    """Return a copy of `tensor` as bf16 bits: uint16, of the same shape, C-contiguous, on the host.
+class Spec(NamedTuple):
+    """What a checkpoint says about a tensor: its dtype, by safetensors' name, and its shape."""
 
-    On the host, `codec.nearest` rounds, not torch, because torch's NaN bits depend on the machine.
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The shape of the tensor's words."""
+        return words_shape(self.dtype, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in a file."""
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
+
+    @classmethod
+    def of_words(cls, dtype: str, words: tuple[int, ...]) -> Spec:
+        """The spec of a tensor whose words have the shape `words`."""
+        return cls(dtype, words[:-1] if DTYPES[dtype][1] > 2 else words)
+
+
+Specs = Mapping[str, Spec]
+
+
+def words_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the words of a tensor."""
+    size = DTYPES[dtype][1]
+    return (*shape, size // 2) if size > 2 else tuple(shape)
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """safetensors' name of a tensor's dtype; "" if a version cannot hold this dtype."""
+    return _NAMES.get(str(tensor.dtype).removeprefix("torch."), "")
+
+
+def to_bits(tensor: torch.Tensor, dtype: str = "BF16") -> Bits:
+    """Return a copy of a tensor's words, on the host: uint16, C-contiguous, as `words_shape` says.
+
+    The tensor is cast to `dtype` first. On the host, `codec.nearest` rounds to bf16, not torch, because
+    torch's NaN bits depend on the machine.
     """
     import torch
 
     from delta_weight_sync.codec import nearest  # imported here, because numba takes seconds to load
 
-    if tensor.is_cuda or tensor.dtype == torch.bfloat16:
-        return tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous().view(torch.uint16).numpy()
-    words = tensor.detach().float().contiguous().numpy().view(np.uint32)
-    bits = np.empty(tensor.shape, np.uint16)
-    nearest(words.reshape(-1), bits.reshape(-1))
-    return bits
+    tensor = tensor.detach()
+    if dtype == "BF16" and tensor.dtype != torch.bfloat16 and not tensor.is_cuda:
+        words = tensor.float().contiguous().numpy().view(np.uint32)
+        bits = np.empty(tensor.shape, np.uint16)
+        nearest(words.reshape(-1), bits.reshape(-1))
+        return bits
+    cast = tensor.to(getattr(torch, DTYPES[dtype][0]), copy=True).cpu().contiguous()
+    if DTYPES[dtype][1] == 1:
+        return cast.view(torch.uint8).numpy().astype(np.uint16)
+    return cast.reshape(-1).view(torch.uint16).numpy().reshape(words_shape(dtype, tuple(tensor.shape)))
+
+
+def to_tensor(bits: NDArray[Any], dtype: str) -> torch.Tensor:
+    """Return a copy of words (uint16, or uint8 for dtypes of one byte) as a tensor of `dtype`."""
+    import torch
+
+    kind, (_, shape) = getattr(torch, DTYPES[dtype][0]), Spec.of_words(dtype, bits.shape)
+    flat = np.array(bits, np.uint8 if DTYPES[dtype][1] == 1 else np.uint16).reshape(-1)
+    return torch.from_numpy(flat).view(kind).reshape(shape)
+
+
+def specs_in(path: Path) -> dict[str, Spec]:
+    """Dtype and shape of every tensor of a `.safetensors` file. Reads only the header.
+
+    Raises `CheckpointError` if the file is truncated or is not a safetensors file.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: Spec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path.name} is damaged or truncated ({error}): download it again") from error
+
+
+class Checkpoint:
+    """A checkpoint in a folder, read as transformers and vLLM read it.
+
+    The index decides which file has which tensor; without an index, `model.safetensors` has them all, or else
+    the only safetensors file of the folder. No other file counts: variants, stale shards and shards of
+    another model may lie in the folder.
+
+    Attributes:
+        specs: Dtype and shape of every tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            CheckpointError: The folder has no safetensors weights, or the index names a file or a tensor that
+                is not there. The message names it.
+        """
+        self.folder = folder
+        self._files = _weight_map(folder)
+        headers = {file: specs_in(folder / file) for file in sorted(set(self._files.values()))}
+        for name, file in self._files.items():
+            if name not in headers[file]:
+                raise CheckpointError(
+                    f"{INDEX} says that {name} is in {file}, but it is not: download {file} again"
+                )
+        self.specs = {name: headers[file][name] for name, file in self._files.items()}
+
+    def read(self, name: str, dtype: str = "") -> Bits:
+        """Return the words of a tensor, cast to `dtype` if that is given."""
+        with safe_open(self.folder / self._files[name], framework="pt") as file:
+            return to_bits(file.get_tensor(name), dtype or self.specs[name].dtype)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file of the folder, as the index says, or the only file."""
+    if (folder / INDEX).is_file():
+        try:
+            files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            lacking = sorted(file for file in set(files.values()) if not (folder / file).is_file())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{INDEX} of {folder.name} is damaged ({error}): download it again"
+            ) from error
+        if lacking:
+            raise CheckpointError(f"{INDEX} names {lacking[0]}, which {folder.name} lacks: download it again")
+        return files
+    found = [path for path in [folder / WEIGHTS] if path.is_file()] or sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return dict.fromkeys(specs_in(found[0]), found[0].name)
+    if found:
+        raise CheckpointError(
+            f"{folder.name} has {found[0].name} and {found[1].name}, but no {INDEX} that says which tensors"
+            " count: remove the files that are not of this model, or save the model again"
+        )
+    if others := sorted(path.name for pattern in FOREIGN for path in folder.glob(pattern)):
+        raise CheckpointError(f"{folder.name} has its weights in {others[0]}: {CONVERT}")
+    raise CheckpointError(f"{folder.name} has no .safetensors file: name a Hugging Face checkpoint")
 
 
 def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
-    """Yield (name, bf16 bits) of every tensor of a checkpoint folder. Raises `CheckpointError`."""
-    if not (files := sorted(folder.glob("*.safetensors"))):
-        raise CheckpointError(f"{folder.name} has no .safetensors file: name a Hugging Face checkpoint")
-    for path in files:
-        yield from read_tensors(path, shapes_in(path))
+    """Yield (name, words) of every tensor of a checkpoint folder. Raises `CheckpointError`."""
+    checkpoint = Checkpoint(folder)
+    for name, spec in checkpoint.specs.items():
+        if spec.dtype not in DTYPES:
+            raise CheckpointError(f"{name} is {spec.dtype}, as in a quantized checkpoint: {UNQUANTIZED}")
+        yield name, checkpoint.read(name)
 
 
-def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a `.safetensors` file. Reads only the header."""
-    with safe_open(path, framework="numpy") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-
-def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]:
-    """Yield (name, bf16 bits) of the tensors `names` of a `.safetensors` file, in their shapes.
-
-    Raises `CheckpointError` for floats of 8 bits or fewer, as in a quantized checkpoint.
-    """
-    with safe_open(path, framework="pt") as file:
-        for name in names:
-            tensor = file.get_tensor(name)
-            if tensor.is_floating_point() and tensor.element_size() == 1:
-                kind = f"its {tensor.dtype} needs scales; name a checkpoint that is not quantized"
-                raise CheckpointError(f"{name} in {path.name} cannot be cast to bfloat16: {kind}")
-            yield name, to_bits(tensor)
-
-
-def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
-    """Map the bf16 tensors of a `.safetensors` file into memory, as uint16 arrays.
+def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, NDArray[Any]]:
+    """Map the words of a `.safetensors` file into memory: uint16 arrays, or uint8 for dtypes of one byte.
 
     In mode "r+", writing to an array changes the file. Raises `SafetensorError` for other kinds of files.
     """
@@ -91,120 +218,52 @@ def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
     data = 8 + int.from_bytes(pages[:8].tobytes(), "little")
     header = json.loads(pages[8:data].tobytes())
     header.pop("__metadata__", None)
-    bits: dict[str, Bits] = {}
+    bits: dict[str, NDArray[Any]] = {}
     for name, entry in header.items():
-        if entry["dtype"] == "BF16":
+        if (dtype := entry["dtype"]) in DTYPES:
             start, end = entry["data_offsets"]
-            bits[name] = pages[data + start : data + end].view(np.uint16).reshape(entry["shape"])
+            kind = np.uint8 if DTYPES[dtype][1] == 1 else np.uint16
+            shape = words_shape(dtype, tuple(entry["shape"]))
+            bits[name] = pages[data + start : data + end].view(kind).reshape(shape)
     return bits
 
 
-def map_folder(folder: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
-    """Like `map_bits`, for all files of a checkpoint's weights."""
+def map_folder(folder: Path, mode: Literal["r", "r+"] = "r") -> dict[str, NDArray[Any]]:
+    """Like `map_bits`, for all weights of a version's folder."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: bits for path in files for name, bits in map_bits(path, mode).items()}
 
 
-def write_bits(shapes: Shapes, bits: Callable[[str], Bits], path: Path) -> None:
-    """Write a bf16 `.safetensors` file that transformers and vLLM load.
+def dtypes_in(folder: Path) -> dict[str, str]:
+    """Name -> dtype of every tensor of a version's folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: spec.dtype for path in files for name, spec in specs_in(path).items()}
 
-    `bits` is called for one tensor of `shapes` after the other, so only one tensor has to be in memory.
+
+def write_bits(
+    shapes: Shapes, bits: Callable[[str], Bits], path: Path, dtypes: Mapping[str, str] | None = None
+) -> None:
+    """Write a `.safetensors` file that transformers and vLLM load.
+
+    Args:
+        shapes: Name -> shape of the words.
+        bits: Returns a tensor's words. Called for one tensor of `shapes` after the other, so only one tensor
+            has to be in memory.
+        path: The file.
+        dtypes: Name -> dtype, where that is not BF16.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    end, kinds = 0, dtypes or {}
+    # The widest dtypes come first, so that every tensor is aligned to the size of its elements.
+    names = sorted(shapes, key=lambda name: -DTYPES[kinds.get(name, "BF16")][1])
+    for name in names:
+        spec = Spec.of_words(kinds.get(name, "BF16"), shapes[name])
+        start, end = end, end + spec.nbytes
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
     table = json.dumps(header).encode()
     table += b" " * (-len(table) % 8)
     with path.open("wb") as file:
         file.write(len(table).to_bytes(8, "little") + table)
-        for name in shapes:
-            file.write(np.ascontiguousarray(bits(name)).data)
-
-
-class Base:
-    """The checkpoint that a run starts from: a folder, or a model on the Hub. It may have no weights."""
-
-    def __init__(self, source: str | Path) -> None:
-        """Find the checkpoint; raises `CheckpointError`."""
-        from huggingface_hub import snapshot_download  # imported here, because readers do not need it
-
-        try:  # this rarely downloads weights: a trainer that loaded the model has them in the Hub's cache
-            given = Path(source) if Path(source).is_dir() else None
-            self.folder = given or Path(snapshot_download(str(source), allow_patterns=[*_FILES, _SHARDS]))
-        except (OSError, ValueError) as error:
-            what = f"base {str(source)!r} is neither a folder nor a model of the Hub that can be read here"
-            raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from error
-        self.name = given.resolve().name if given else str(source)
-        config = self.folder / "config.json"
-        if not config.is_file():
-            raise CheckpointError(f"{self.name} holds no config.json: name a checkpoint's folder as base")
-        self._config: dict[str, Any] = json.loads(config.read_text())
-
-    def write_files(self, folder: Path) -> None:
-        """Copy the files that a server needs. The config gets bfloat16, the dtype of published weights."""
-        for pattern in _FILES:
-            for path in self.folder.glob(pattern):
-                if path.is_file() and path.suffix not in (".py", ".safetensors"):
-                    shutil.copyfile(path, folder / path.name)
-        config = self._config
-        for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-            if part is config or {"dtype", "torch_dtype"} & part.keys():
-                part.pop("torch_dtype", None)
-                part["dtype"] = "bfloat16"
-        (folder / "config.json").write_text(json.dumps(config, indent=2))
-
-    def untrained(
-        self, trained: Shapes, own: Iterable[str], bits: Callable[[str], Bits]
-    ) -> Iterator[tuple[str, Bits]]:
-        """Yield (name, bits) of the checkpoint's tensors that the trainer does not publish itself.
-
-        Args:
-            trained: Shapes of the tensors that the trainer publishes.
-            own: Names of the tensors that this rank owns. The largest one is compared with the checkpoint.
-                (If this rank owns only norms, that proves little, because many models have equal norms.)
-            bits: Returns the bits of the tensor with a given name, one of `own`.
-
-        Raises:
-            CheckpointError: The policy was not loaded from this checkpoint. If the policy's unmatched tensors
-                have as many elements as the checkpoint's unmatched tensors, they count as the same tensors
-                under other names. Then there is no error, and nothing is yielded.
-        """
-        shapes = {path: shapes_in(path) for path in sorted(self.folder.glob(_SHARDS))}
-        stored = {name: shape for inside in shapes.values() for name, shape in inside.items()}
-        if not stored:
-            return
-        config = self._config
-        tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings"))
-        if tied and _HEAD in trained:
-            raise self._other(f"{_HEAD} was published, but the config of {self.name} ties it")
-        if tied:  # some checkpoints store the tied head, too
-            stored.pop(_HEAD, None)
-        for name, shape in trained.items():
-            if stored.get(name, shape) != shape:
-                raise self._other(f"{name} has shape {shape}, but {stored[name]} in {self.name}")
-        missing, strange = stored.keys() - trained.keys(), trained.keys() - stored.keys()
-        elements = {name: math.prod(shape) for name, shape in (stored | dict(trained)).items()}
-        if strange:
-            if sum(elements[name] for name in strange) == sum(elements[name] for name in missing):
-                return  # the same tensors under other names
-            lack = f", and {min(missing)} was not published" if missing else ""
-            raise self._other(f"{min(strange)} is not in {self.name}{lack}")
-        # The policy may use a published tensor of this shape as its head; then this head would be wrong.
-        if _HEAD in missing and stored[_HEAD] in trained.values():
-            raise self._other(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
-        if missing:  # compare one tensor: different models have a smaller share of equal elements than 1 %
-            largest = max(own, key=elements.__getitem__)
-            file = next(path for path in shapes if largest in shapes[path])
-            ((_, loaded),) = read_tensors(file, [largest])
-            if (loaded == bits(largest)).mean() < 0.01:
-                raise self._other(f"{largest} has other values than in {self.name}")
-            few = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
-            _log.warning("%d untrained tensors were taken from %s (%s)", len(missing), self.name, few)
-        for path in shapes:
-            yield from read_tensors(path, missing & shapes[path].keys())
-
-    def _other(self, why: str) -> CheckpointError:
-        fix = "give as base the checkpoint that the policy was loaded from, and publish every parameter"
-        return CheckpointError(f"{why}: {fix}")
+        for name in names:
+            narrow = DTYPES[kinds.get(name, "BF16")][1] == 1
+            file.write(np.ascontiguousarray(bits(name), np.uint8 if narrow else np.uint16).data)

@@ -3,13 +3,13 @@
     digest = sum over tensors t, elements i of  r(t, i) * bits(t, i)             mod 2^64
     r(t, i) = (mix(seed(t) + i // 4096) | 1) * (mix(i mod 4096) mod 2^32 | 1)
 
-`bits` is the bf16 pattern as an unsigned integer, `i` the row-major position, `mix(i)` the i-th output of
-splitmix64 with seed 0 (Steele, Lea & Flood, 2014), `seed(t)` the first eight bytes of sha256(name). The sum
-does not depend on order, so replicas can hash shards in any layout. Changing an element from `a` to `b` adds
-`r * (b - a)`. In a block of 4096 elements, the first factor of `r` is constant, and the second has 32 bits.
-So the sum of second factor * `bits` over a block is below 2^60, and vector instructions can compute this sum.
-The digest detects any one wrong element, but several may cancel out by chance. The digest guards against
-mistakes, sha256 against tampering.
+`bits` is a word of the tensor as an unsigned integer (for bf16, an element), `i` the word's row-major
+position, `mix(i)` the i-th output of splitmix64 with seed 0 (Steele, Lea & Flood, 2014), `seed(t)` the first
+eight bytes of sha256(name). The sum does not depend on order, so replicas can hash shards in any layout.
+Changing an element from `a` to `b` adds `r * (b - a)`. In a block of 4096 elements, the first factor of `r`
+is constant, and the second has 32 bits. So the sum of second factor * `bits` over a block is below 2^60, and
+vector instructions can compute this sum. The digest detects any one wrong element, but several may cancel out
+by chance. The digest guards against mistakes, sha256 against tampering.
 """
 
 import functools
@@ -109,7 +109,7 @@ def seed(name: str) -> np.uint64:
 
 def tensor_digest(name: str, bits: Bits, first: int = 0) -> int:
     """Digest of a tensor's row-major bf16 bits (uint16, any shape), or of a part that begins at `first`."""
-    return int(hash_dense(np.ascontiguousarray(bits).reshape(-1), first, INNER, seed(name)))
+    return int(hash_dense(np.ascontiguousarray(bits, np.uint16).reshape(-1), first, INNER, seed(name)))
 
 
 def change_digest(name: str, index: Index, old: Bits, new: Bits) -> int:

@@ -198,10 +198,10 @@ class RunReader:
         path = folder / ref.name
         if path.is_file() and ref.is_in(path):
             return path
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             if data := self._fetched_ahead(ref.key):
                 ref.check(data)
-                folder.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
             elif self.bucket.fetch(ref.key, path, ref.size) != ref.sha256:
                 path.unlink()
@@ -218,6 +218,8 @@ class RunReader:
             return [self.fetch(ref, folder) for ref in wanted]
         places = ((ref, folder / ref.name) for ref in wanted)
         lacking = [(ref.key, path, ref.size) for ref, path in places if not path.exists()]
+        for _, path, _ in lacking:
+            path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(errors.BucketError):  # `fetch` then says which file cannot be read
             self.bucket.fetch_together(lacking)
         with ThreadPoolExecutor(SIDE_BY_SIDE, "fetch") as pool:  # these threads end with the fetch
@@ -250,8 +252,9 @@ class RunReader:
         of the anchor that are complete.
 
         Returns:
-            The weights, mapped from the files: tensor name -> bf16 bits as uint16, in the tensor's shape.
-            Writing to them changes the files. They are valid until you write another version to `folder`.
+            The weights, mapped from the files: tensor name -> words (see `checkpoint`), usually the bf16 bits
+            as uint16, in the tensor's shape. Writing to them changes the files. They are valid until you
+            write another version to `folder`.
 
         Raises:
             ProtocolError, CodecError: A file is damaged, or the digest is not the published one.
@@ -446,13 +449,15 @@ def _manifests(keys: Iterable[str]) -> Iterator[tuple[records.VersionKey, str]]:
 
 
 def remove_other_files(folder: Path, wanted: AnchorRef | Recipe) -> None:
-    """Create `folder` if needed. Remove all its subfolders, and all files except those in `wanted`."""
+    """Create `folder` if needed. Remove everything in it except the files in `wanted`."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {ref.name for ref in wanted.files}
-    for path in folder.iterdir():
+    kept = {folder / ref.name for ref in wanted.files}
+    kept |= {parent for path in kept for parent in path.parents}
+    for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name not in names:
+            if path not in kept:
+                shutil.rmtree(path)
+        elif path not in kept:
             path.unlink()
 
 

@@ -14,7 +14,7 @@ import hashlib
 import re
 from collections.abc import Container, Iterable, Sequence
 from itertools import chain, groupby
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar
 from uuid import uuid4
 
@@ -195,8 +195,9 @@ class FileRef(Record):
 
     @property
     def name(self) -> str:
-        """The last part of the key."""
-        return self.key.rsplit("/", 1)[-1]
+        """The last part of the key; for a file of an anchor, its path in the checkpoint's folder."""
+        parts = self.key.split("/", 4)
+        return parts[4] if parts[2:3] == ["anchors"] and len(parts) == 5 else self.key.rsplit("/", 1)[-1]
 
     def check(self, data: bytes) -> None:
         """Raise `ProtocolError` unless `data` has this size and sha256."""
@@ -246,8 +247,11 @@ class AnchorRef(Record):
 
     @model_validator(mode="after")
     def _one_of_each_name(self) -> Self:
-        if len({file.name for file in self.files}) < len(self.files):
+        names = {file.name for file in self.files}
+        if len(names) < len(self.files):
             raise ValueError("two files of the anchor have the same name")
+        if any(str(folder) in names for name in names for folder in PurePosixPath(name).parents):
+            raise ValueError("a file of the anchor has the name of a folder")
         return self
 
 
@@ -295,9 +299,9 @@ class Manifest(Sealed):
     deltas: Deltas
     jumps: Deltas
     parent: FileRef | None  # the manifest of version - 1
-    changed: Count  # elements that differ from version - 1; 0 without a delta
-    total: Count  # elements of the model
-    full_bytes: Count  # bytes of all weights in bf16
+    changed: Count  # words that differ from version - 1; 0 without a delta
+    total: Count  # words of the model: elements, but two for a float32 element, and four for an int64
+    full_bytes: Count  # bytes of all weights
 
     @model_validator(mode="after")
     def _chain_is_whole(self) -> Self:

@@ -28,7 +28,7 @@ class Scratch:
         lock = os.open(new, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.path = new.rename(new.with_name(new.name[1:]))
-        self.close = weakref.finalize(self, _remove, self.path, lock)
+        self.close = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def __enter__(self) -> Path:
         return self.path
@@ -37,8 +37,9 @@ class Scratch:
         self.close()
 
 
-def _remove(folder: Path, lock: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _remove(folder: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked child, which inherits this at its exit
+        shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
 
 

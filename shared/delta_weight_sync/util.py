@@ -1,10 +1,12 @@
-"""Compiled functions, work on several cores, and quantities as people read them."""
+"""Compiled functions, work on several cores, proxies, and quantities as people read them."""
 
+import ipaddress
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Job = TypeVar("Job")
@@ -12,10 +14,16 @@ Result = TypeVar("Result")
 
 
 def kernel(function: Function) -> Function:
-    """Compile `function` with numba at its first call; cache the code on disk, and run it without the GIL."""
+    """Compile `function` with numba at its first call, and run it without the GIL.
+
+    numba caches the code on disk. If it finds no folder that it may write, each process compiles again.
+    """
     from numba import njit  # imported here, because not every command needs it
 
-    return cast(Function, njit(cache=True, nogil=True)(function))
+    try:
+        return cast(Function, njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # "no locator available": neither this package's folder nor the home can be written
+        return cast(Function, njit(nogil=True)(function))
 
 
 def threads(cores: int) -> int:
@@ -70,6 +78,23 @@ def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
     target, source = (torch.from_numpy(array.view(np.uint8)) for array in (received, sent))
     all_to_all_single(target, source, received_bytes, sent_bytes, group=group)
     return received
+
+
+def is_near(url: str) -> bool:
+    """Whether a URL names this machine or a private network, which the environment's proxy cannot reach."""
+    host = ""
+    try:
+        host = urlsplit(url).hostname or ""
+        address = ipaddress.ip_address(host)
+    except ValueError:  # the host is a name, or this is no URL
+        return host == "localhost" or host.endswith((".localhost", ".local", ".internal"))
+    return address.is_private or address.is_loopback or address.is_link_local
+
+
+def proxy_for(url: str) -> str:
+    """The environment's variable with a proxy for `url`, in lower case; "" if there is none."""
+    variables = f"{urlsplit(url).scheme}_proxy", "all_proxy"
+    return next((each for each in variables if os.environ.get(each) or os.environ.get(each.upper())), "")
 
 
 def size_text(size: float) -> str:

@@ -51,7 +51,7 @@ def life(bucket, other, content, folder, counted):
         file.write(content(100))
     writer = RunWriter(bucket, "r", model="none", assets=None)
     first = AnchorRef(version=0, files=writer.put_weights(0, [weights]))
-    writer.commit([], first, digest="0" * 16, sync=0, total=10, created_at=time.time())
+    writer.commit([], first, digest="0" * 16, sync=0, total=10, full_bytes=20, created_at=time.time())
     yield "opened", counted()
     reader = RunReader(other, "r")
     watcher = Watcher(reader)
@@ -60,7 +60,9 @@ def life(bucket, other, content, folder, counted):
     yield "joined", counted()
     for version, size in enumerate(SIZES, 1):
         delta = writer.put_delta(version, content(size), 1)
-        writer.commit([delta], None, digest="0" * 16, sync=version, total=10, created_at=time.time())
+        writer.commit(
+            [delta], None, digest="0" * 16, sync=version, total=10, full_bytes=20, created_at=time.time()
+        )
         yield f"published {size}", counted()
         manifest = watcher.poll()
         watcher.mark_used()

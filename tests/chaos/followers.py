@@ -52,8 +52,8 @@ class Engine(fake_vllm.Mortal):
         self._truth, self.wrong = truth, list[str]()
         self.fails: str | None = None  # the kind of the next commit's error
 
-    def learn(self, shapes: dict[str, list[int]]) -> str:
-        self._trusted = super().learn(shapes)
+    def learn(self, shapes: dict[str, list[int]], dtypes: dict[str, str]) -> str:
+        self._trusted = super().learn(shapes, dtypes)
         return self._trusted
 
     def stage(self, deltas: Sequence[Path]) -> float:

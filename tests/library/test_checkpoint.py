@@ -5,11 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from delta_weight_sync import digest
-from delta_weight_sync.checkpoint import read_bits, shapes_in, to_bits
+from delta_weight_sync.checkpoint import Spec, map_bits, read_bits, specs_in, to_bits, to_tensor, write_bits
 from delta_weight_sync.errors import CheckpointError
 
 EVERY_16 = np.arange(1 << 16, dtype=np.uint16)
@@ -24,31 +23,50 @@ def test_float32_is_rounded_as_torch_rounds_it_and_every_nan_is_one(low):
     np.testing.assert_array_equal(to_bits(values), expected)
 
 
-def test_a_checkpoint_of_any_float_is_read_in_its_shapes(tmp_path):
-    weights = {
-        "f16": torch.randn(3, 5).half(),
-        "f32": torch.randn(2, 3, 4),
-        "f64": torch.randn(7).double(),
-        "bf16": torch.from_numpy(EVERY_16.copy()).view(torch.bfloat16).view(256, 256),
-        "one": torch.tensor(1.5),
-        "none": torch.zeros(0, 4),
-    }
+# One tensor of every dtype that a version can hold, with its words: 16 bits each, or one byte.
+EVERY_DTYPE = {
+    "BF16": (torch.from_numpy(EVERY_16.copy()).view(torch.bfloat16).view(256, 256), (256, 256)),
+    "F16": (torch.randn(3, 5).half(), (3, 5)),
+    "F32": (torch.randn(2, 3, 4), (2, 3, 4, 2)),
+    "F64": (torch.randn(7).double(), (7, 4)),
+    "I64": (torch.tensor([-1, 2**40, 383]), (3, 4)),
+    "I32": (torch.tensor(16_777_217, dtype=torch.int32), (2,)),
+    "I16": (torch.tensor([[-3, 700]], dtype=torch.int16), (1, 2)),
+    "I8": (torch.tensor([-128, 127, 5], dtype=torch.int8), (3,)),
+    "U8": (torch.arange(251, dtype=torch.uint8), (251,)),
+    "BOOL": (torch.tensor([True, False, True]), (3,)),
+    "one": (torch.tensor(1.5).bfloat16(), ()),
+    "none": (torch.zeros(0, 4).bfloat16(), (0, 4)),
+}
+
+
+def test_a_checkpoint_of_every_dtype_is_read_and_written_bit_for_bit(tmp_path):
+    weights = {name: tensor for name, (tensor, _) in EVERY_DTYPE.items()}
+    dtypes = {name: name for name in weights if name.isupper()}
+    shapes = {name: words for name, (_, words) in EVERY_DTYPE.items()}
     save_file(weights, tmp_path / "model.safetensors")
-    read, shapes = dict(read_bits(tmp_path)), {name: tuple(t.shape) for name, t in weights.items()}
-    assert shapes_in(tmp_path / "model.safetensors") == shapes
+    specs, read = specs_in(tmp_path / "model.safetensors"), dict(read_bits(tmp_path))
+    assert specs == {n: Spec(dtypes.get(n, "BF16"), tuple(t.shape)) for n, t in weights.items()}
     assert {name: bits.shape for name, bits in read.items()} == shapes
+    write_bits(shapes, read.__getitem__, tmp_path / "again.safetensors", dtypes)
+    again, mapped = load_file(tmp_path / "again.safetensors"), map_bits(tmp_path / "again.safetensors")
     for name, tensor in weights.items():
-        np.testing.assert_array_equal(read[name], to_bits(tensor))
+        assert again[name].dtype == tensor.dtype
+        for copy in again[name], to_tensor(read[name], specs[name].dtype):
+            assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (copy, tensor)))
+        np.testing.assert_array_equal(mapped[name], read[name])
 
 
 def test_what_is_no_checkpoint_says_so(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no \.safetensors file"):
         next(read_bits(tmp_path))
     save_file({"w": torch.ones(8).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"w in model\.safetensors cannot be cast"):
+    with pytest.raises(
+        CheckpointError, match="w is F8_E4M3, as in a quantized checkpoint: dequantize it first"
+    ):
         next(read_bits(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(SafetensorError):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or truncated"):
         next(read_bits(tmp_path))
 
 

@@ -136,7 +136,7 @@ def test_requests_per_version_of_several_ranks(hub, hub_env, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     main = RunWriter(open_bucket(url, create=True), RUN, model="m", assets=None)
     anchor = AnchorRef(version=0, files=tuple(main.put_weights(0, [tmp_path / "model.safetensors"])))
-    facts = {"digest": "0" * 16, "total": 10, "created_at": time.time()}
+    facts = {"digest": "0" * 16, "total": 10, "full_bytes": 20, "created_at": time.time()}
     main.commit([], anchor, sync=0, **facts)
     main.part = ".r0"
     reader = RunReader(open_bucket(url), RUN)

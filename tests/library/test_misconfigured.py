@@ -64,7 +64,7 @@ CASES: dict[str, Callable[[str, Path, pytest.MonkeyPatch], object]] = {
     "7": lambda u, t, m: publish(f"{u}#new", signing_key="secret"),
     "8": lambda u, t, m: (m.setenv(PUBLIC_KEY, new_pair()[PUBLIC_KEY]), publish(f"{u}#new")),
     "9": lambda u, t, m: publish(f"{u}#new", PEFT.items()),
-    "10": lambda u, t, m: publish(f"{u}#new", {"norm.weight": torch.ones(4).int()}),
+    "10": lambda u, t, m: publish(f"{u}#new", {"norm.weight": torch.ones(4, device="meta")}),
     "11": lambda u, t, m: publish(f"{u}#first", {"norm.weight": torch.ones(5)}),
     "12": lambda u, t, m: start(u, m, **{RUN: "buckets/me/short"}),
     "13": lambda u, t, m: start(u, m, **{RUN: u}),

@@ -28,6 +28,7 @@ from tests import forked
 from tests.chaos.faulty import Fault, Faulty
 from tests.cli.command import command
 from tests.fuzz import forged
+from tests.support.held import held
 from tests.support.real_run import Drifting, is_built
 from tests.support.waiting import PATIENCE_S
 
@@ -139,7 +140,13 @@ def test_a_manifest_that_head_never_named_is_what_the_next_trainer_goes_on_from(
     writer = RunWriter(open_bucket(written.as_uri()), RUN, model="m", assets=None)
     claim = head_in(written).read_bytes()
     decided = writer.commit(
-        [writer.put_delta(4, b"delta", 1)], None, digest="0" * 16, sync=5, total=1, created_at=0.0
+        [writer.put_delta(4, b"delta", 1)],
+        None,
+        digest="0" * 16,
+        sync=5,
+        total=1,
+        full_bytes=2,
+        created_at=0.0,
     )
     head_in(written).write_bytes(claim)
     rolled = RunWriter(open_bucket(written.as_uri()), RUN, model="m", assets=None)
@@ -173,7 +180,7 @@ def publish_until_killed(url: str, assets: Path, last: int) -> None:
     weights = {"embed.weight": torch.ones(600, 100), "norm.weight": torch.ones(64)}
     for sync in itertools.count(1):
         weights["embed.weight"][0] = torch.randn(100)  # few changes: no anchor is due in this test
-        outbox.publish(weights.items(), sync)
+        outbox.publish(held(weights.items()), sync)
         outbox.flush()
 
 
@@ -294,7 +301,9 @@ def publish(bucket: Any, run: str, weights: Path, versions: int) -> list[Manifes
             files = () if version else writer.put_weights(version, [weights])
             anchor = AnchorRef(version=version, files=files) if files else None
             try:
-                made = writer.commit(delta, anchor, digest=digest, sync=version, total=10, created_at=0.0)
+                made = writer.commit(
+                    delta, anchor, digest=digest, sync=version, total=10, full_bytes=20, created_at=0.0
+                )
             except BucketError:
                 made = writer.confirm()
             published.append(made)

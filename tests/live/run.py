@@ -16,6 +16,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 from tests.live.replica import Replica
+from tests.support.held import held
 
 
 class Trainer:
@@ -39,7 +40,7 @@ class Trainer:
 
     def publish(self) -> int:
         self.syncs += 1
-        self.publisher.publish(self.model.named_parameters(), self.syncs)
+        self.publisher.publish(held(self.model.named_parameters()), self.syncs)
         return self.publisher.flush().version
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ import torch
 
 from delta_weight_sync.publish.outbox import Outbox
 from tests.live.replica import engine_of
+from tests.support.held import held
 
 pytestmark = pytest.mark.live
 
@@ -18,7 +19,7 @@ def test_a_run_that_was_started_over_is_joined_afresh(trainer, replica):
         trainer.model.model.norm.weight.mul_(0.5)
     restarted = trainer.take_over(trainer.writer.assets)
     publisher = Outbox(restarted, trainer.log)
-    publisher.publish(trainer.model.named_parameters(), 1)
+    publisher.publish(held(trainer.model.named_parameters()), 1)
     publisher.close()
     replica.wait_until(lambda status: status["digest"] == restarted.newest.digest, "version of the new run")
     assert engine_of(replica).pid == engine, "in the same vLLM"

@@ -20,6 +20,7 @@ from delta_weight_sync.publish.shortcuts import undone
 from delta_weight_sync.publish.undo import UndoLog, bf16_bits
 from delta_weight_sync.runlog import RunLogReader, SyncEvent
 from delta_weight_sync.store import Bucket, open_bucket
+from tests.support.held import held
 from tests.support.real_run import PATIENCE_S, RUN, TENSORS, Drifting, SlowLink
 from tests.support.waiting import soon
 
@@ -206,7 +207,7 @@ def test_another_model_is_refused_and_nothing_follows(make_run, tmp_path, names,
     run.move()
     weights = run.weights | {"head.weight": torch.ones(3)}
     with pytest.raises(ValueError, match=sentence):
-        run.outbox.publish([(name, weights[name]) for name in names], 2)
+        run.outbox.publish(held((name, weights[name]) for name in names), 2)
     for again in (run.publish, run.flush):
         with pytest.raises(ValueError, match=sentence):
             again()

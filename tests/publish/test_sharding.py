@@ -8,6 +8,7 @@ the model is sharded. A job's result is the digest of the live weights, or the e
 """
 
 import contextlib
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from delta_weight_sync.publish.sharding import Shards
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from tests import forked
+from tests.support.held import held
 
 STEPS = 4
 
@@ -298,6 +300,7 @@ def test_a_nan_has_the_same_bits_in_a_whole_tensor_as_in_its_blocks(tmp_path):
 def test_a_rank_whose_layout_changed_says_so():
     """Its mirror would no longer be that of the elements it sends."""
     shards = Shards("host")
-    shards.begin("w", torch.ones(3))
+    (whole,) = held([("w", torch.ones(3))])
+    shards.begin(whole)
     with pytest.raises(ValueError, match="the sharding of other changed after the first sync"):
-        shards.part("other", torch.ones(3))
+        shards.part(dataclasses.replace(whole, name="other"))

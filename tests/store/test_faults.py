@@ -150,7 +150,7 @@ def test_a_version_whose_trainer_ends_at_any_request_is_whole_or_absent(
     (tmp_path / "assets").mkdir()
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     batch = bucket._api.batch_bucket_files
-    known = {"total": 9, "created_at": 1.0}
+    known = {"total": 9, "full_bytes": 18, "created_at": 1.0}
 
     def trainer() -> RunWriter:
         return RunWriter(bucket, "r", model="m", assets=tmp_path / "assets")

@@ -44,7 +44,7 @@ class Mortal:
 
     kill = stop
 
-    def learn(self, shapes: dict[str, list[int]]) -> str:
+    def learn(self, shapes: dict[str, list[int]], dtypes: dict[str, str]) -> str:
         assert shapes == {name: list(bits.shape) for name, bits in self.bits.items()}
         return self.digest()
 

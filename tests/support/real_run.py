@@ -21,6 +21,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, Rollout, RunLogWriter, StepEvent
 from delta_weight_sync.store import Bucket, open_bucket
+from tests.support.held import held
 from tests.support.waiting import PATIENCE_S
 
 RUN = "drifting"
@@ -80,7 +81,7 @@ class Drifting:
     def publish(self) -> None:
         """Hand the weights over, without waiting until they are in the bucket."""
         self.sync += 1
-        self.outbox.publish(self.weights.items(), self.sync)
+        self.outbox.publish(held(self.weights.items()), self.sync)
 
     def flush(self) -> Manifest:
         return self.outbox.flush()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import WEIGHTS, write_bits
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.vllm import routes, worker
 from delta_weight_sync.vllm.worker import Fallback
@@ -119,12 +120,12 @@ def test_a_model_that_loading_does_not_restore_is_refused(squared, sentence):
         Fallback(model, state)
 
 
-def test_to_learn_again_keeps_what_commits_have_made_of_the_tensors(loaded, monkeypatch):
+def test_to_learn_again_keeps_what_commits_have_made_of_the_tensors(loaded, tmp_path):
     model, state, _ = loaded
+    write_bits({name: bits.shape for name, bits in state.items()}, state.__getitem__, tmp_path / WEIGHTS)
     learning = object.__new__(worker.DeltaWorker)  # without a vLLM
     learning._model, learning._ranks, learning._rechecks = model, worker.Ranks(1), mock.ANY
-    learning._config = mock.Mock(**{"model_config.model": "."})
-    monkeypatch.setattr(worker.checkpoint, "read_bits", lambda folder: state.items())
+    learning._config = mock.Mock(**{"model_config.model": str(tmp_path)})
     learning.learn(SHAPES)
     learning.weights._fallback.stage(diff(state, random_state(1)))[0].do()
     learning.learn(SHAPES)

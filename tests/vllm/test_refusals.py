@@ -20,11 +20,11 @@ class Refusing(Mortal):
         self.damaged: EngineError | None = None
         self.learned, self.committed, self.shuffled = 0, 0, False
 
-    def learn(self, shapes: dict[str, list[int]]) -> str:
+    def learn(self, shapes: dict[str, list[int]], dtypes: dict[str, str]) -> str:
         self.learned += 1
         if self.unfit:
             raise self.unfit
-        return "0" * 16 if self.shuffled else super().learn(shapes)
+        return "0" * 16 if self.shuffled else super().learn(shapes, dtypes)
 
     def commit(self, digest: str, label: str) -> tuple[float, float, float]:
         self.committed += 1

@@ -229,7 +229,7 @@ def test_tensors_that_are_joined_are_refused_together():
 
 def test_half_precision_cannot_hold_the_bits():
     learned = learn(Model(torch.float16), plain=(8, 6))
-    assert learned.sources == {"plain": "vLLM's loader casts it to torch.float16"}
+    assert learned.sources == {"plain": "vLLM's loader casts it from torch.bfloat16 to torch.float16"}
 
 
 @pytest.mark.parametrize("name", ["exchanged", "replaced"])

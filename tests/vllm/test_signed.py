@@ -283,7 +283,13 @@ def test_a_trainer_with_a_new_key_goes_on_where_both_are_believed(
     writer = RunWriter(bucket, "signed", model="m", assets=assets)
     delta = bucket.get(run.reader.manifest().deltas[-1].key)
     made = writer.commit(
-        [writer.put_delta(NEWEST + 1, delta, 1)], None, digest="0" * 16, sync=9, total=1, created_at=0.0
+        [writer.put_delta(NEWEST + 1, delta, 1)],
+        None,
+        digest="0" * 16,
+        sync=9,
+        total=1,
+        full_bytes=2,
+        created_at=0.0,
     )
     assert PublicKeys(both).signer(made, "made") == fingerprint(new[PUBLIC_KEY])
     assert len(list(RunReader(bucket, "signed", PublicKeys(both)).versions())) == NEWEST + 2

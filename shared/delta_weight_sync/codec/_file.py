@@ -206,7 +206,7 @@ def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old, share: Share = WHO
         """Return a tensor's bits after the deltas that were merged so far."""
         if name not in found:
             return old(name)
-        bits = old(name).copy()
+        bits = old(name).astype(np.uint16)
         apply(found[name], bits)
         return bits
 

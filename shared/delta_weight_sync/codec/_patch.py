@@ -1,4 +1,7 @@
-"""The changed elements of one tensor, and the exact arithmetic on them."""
+"""The changed words of one tensor, and the exact arithmetic on them.
+
+A word is 16 bits of a tensor (see `checkpoint`); of a bf16 tensor, it is an element.
+"""
 
 import math
 from collections.abc import Sequence
@@ -73,7 +76,7 @@ def diff(name: str, old: Bits, new: Bits) -> Patch:
 
 def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
     """Compare two flat uint16 arrays, whose first element has position `first`. Return (index, ulps)."""
-    old, new = np.ascontiguousarray(old), np.ascontiguousarray(new)
+    old, new = np.ascontiguousarray(old, np.uint16), np.ascontiguousarray(new, np.uint16)
     _, index, ulps = compare(np.array([[old.ctypes.data, new.ctypes.data, 2, old.size]]), 1)
     return index + first, ulps
 
@@ -132,7 +135,10 @@ def apply(patch: Patch, bits: Bits) -> None:
         raise CodecError(f"{patch.name}: the delta is for shape {patch.shape}, the model has {bits.shape}")
     if patch.index.size and not 0 <= patch.index[0] <= patch.index[-1] < bits.size:
         raise CodecError(f"{patch.name}: a position lies outside shape {patch.shape}")
-    _add(bits.reshape(-1), patch.index, patch.ulps)
+    if bits.dtype == np.uint8:  # a mapped tensor whose elements have one byte
+        bits.reshape(-1)[patch.index] += patch.ulps.astype(np.uint8)
+    else:
+        _add(bits.reshape(-1), patch.index, patch.ulps)
 
 
 def inverse(patch: Patch) -> Patch:

@@ -356,4 +356,6 @@ def read_old(mode: Mode, names: Iterable[str], old: Old) -> dict[str, Bits]:
     Do not call this in the threads of `util.in_order`, which code groups in parallel. `old` may take a lock,
     or exchange bits with vLLM's other workers, and all workers must ask for tensors in the same order.
     """
-    return {name: old(name) for name in names} if LAYOUTS[mode].reads_old else {}
+    if not LAYOUTS[mode].reads_old:
+        return {}
+    return {name: old(name).astype(np.uint16, copy=False) for name in names}

@@ -1,4 +1,8 @@
-"""The mirror: a bf16 copy of the weights of the newest sync, and the diff of live parameters against it.
+"""The mirror: a copy of the words of the newest sync's weights, and the diff of live parameters against it.
+
+A word is 16 bits of a tensor (see `checkpoint`): for a tensor that versions hold in bf16, one element. Only
+such tensors are rounded here, from any float dtype; of all others, the words come as tensors that look like
+bf16.
 
 A `Search` finds changes and writes none, so other threads may read the mirror meanwhile. `Mirror.keep` then
 writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", faster) or in
@@ -101,6 +105,7 @@ class Mirror:
         self._bits: dict[str, torch.Tensor] = {}  # int16, the parameter's shape, contiguous
         self._devices: dict[torch.device, DeviceDiff] = {}
         self._reachable: set[str] = set()  # parameters whose mirror the GPU kernels can read
+        self._not_bf16: set[str] = set()  # tensors whose words say nothing about NaN and infinity
         self.digest = 0
 
     @property
@@ -108,8 +113,10 @@ class Mirror:
         """Shape of every parameter."""
         return {name: tuple(bits.shape) for name, bits in self._bits.items()}
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Start to mirror a parameter of any float dtype."""
+    def add(self, name: str, tensor: torch.Tensor, dtype: str = "BF16") -> None:
+        """Start to mirror a tensor: of any float dtype, to be held in bf16; or the words of another dtype."""
+        if dtype != "BF16":
+            self._not_bf16.add(name)
         if tensor.is_cuda and self._place == "device":
             cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
             self._bits[name] = cast.view(torch.int16)
@@ -159,11 +166,9 @@ class Mirror:
 
     def require_finite(self, name: str, bits: Bits) -> None:
         """Raise `CodecError` if `bits` hold NaN or infinity and this mirror allows only finite weights."""
-        if self._finite and ((bits & codec.INFINITY) == codec.INFINITY).any():
-            raise CodecError(
-                f"{name} has weights that are NaN or infinite, so nothing was published: lower the learning"
-                " rate or clip gradients, and resume; to publish such weights, set allow_nonfinite=True"
-            )
+        suspicious = self._finite and name not in self._not_bf16
+        if suspicious and ((bits & codec.INFINITY) == codec.INFINITY).any():
+            raise not_finite(name)
 
     def keep(self, found: Found) -> None:
         """Write the changes into the mirror. The mirror then equals the parameters."""
@@ -250,6 +255,14 @@ class Search:
         if on_host := [part for part in waiting if not has_kernels(part.tensor)]:
             self._found.host.extend(self._mirror.find_on_host(on_host))
         return self._found
+
+
+def not_finite(name: str) -> CodecError:
+    """The error for NaN or infinity in a tensor."""
+    return CodecError(
+        f"{name} has weights that are NaN or infinite, so nothing was published: lower the learning rate or"
+        " clip gradients, and resume; to publish such weights, set allow_nonfinite=True"
+    )
 
 
 def _threads() -> int:

@@ -34,19 +34,19 @@ import torch
 from safetensors import SafetensorError
 
 from delta_weight_sync import codec, errors
-from delta_weight_sync.checkpoint import INDEX, WEIGHTS, Shapes, to_bits, write_bits
+from delta_weight_sync.checkpoint import INDEX, WEIGHTS, Spec, Specs, dtypes_in, to_bits, write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.mirror import Mirror, Place
-from delta_weight_sync.publish.sharding import Owners, Peers, Shards, Weights, held_part, own_block, union
+from delta_weight_sync.publish.sharding import Held, Owners, Peers, Shards, union
 from delta_weight_sync.publish.shortcuts import Published, Shortcuts, undone
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
-Untrained = Callable[[Shapes, Iterable[str], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
+Untrained = Callable[[Specs, Iterable[str], Callable[[str], Bits]], Iterable[tuple[str, str, Bits]]]
 Kind = TypeVar("Kind")
 _FILE_BYTES = 5_000_000_000  # limit of bytes of an anchor's file; a larger tensor has a file of its own
 _CLOSING_S = 60.0  # seconds that a rank waits for its background thread, which may wait for other ranks
@@ -101,8 +101,8 @@ class Outbox:
     """Publishes what one rank owns. In the trainer's thread, all ranks create their outboxes at the same
     time, and publish at the same time. Only rank 0 has a `log`, and calls `flush`, `pin` and `pinned`.
     `writer` is a `RunWriter` on rank 0, otherwise a `PartWriter`. `untrained`, on rank 0, returns the tensors
-    that are not trained. `untrained` gets the trained tensors' shapes, the names of the tensors that rank 0
-    owns, and a function: name -> bits of a tensor that rank 0 owns.
+    that are not trained (name, dtype, words). `untrained` gets the trained tensors' specs, the names of the
+    tensors that rank 0 owns, and a function: name -> words of a tensor that rank 0 owns.
     """
 
     def __init__(
@@ -122,7 +122,9 @@ class Outbox:
         # A second process group, because the background thread must not share the trainer's collectives.
         self._thread_peers = Peers(alone=self._peers.size == 1)
         self.owners = Owners(self._peers.size)
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of all tensors
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of the words of all tensors
+        self.dtypes: dict[str, str] = {}  # of all tensors
+        self._finite = finite
         self.mirror = Mirror(mirror, finite=finite)  # the newest sync's bits of this rank's tensors
         self._shards = Shards(mirror, finite=finite)
         self.digest = ""  # of all tensors at the newest sync
@@ -130,6 +132,7 @@ class Outbox:
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # of the tensors that every sync must hand over
         self._files: dict[str, list[str]] = {}  # each checkpoint file of this rank -> its tensors
+        self._words, self._full_bytes = 0, 0  # of all tensors
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # version of the newest anchor
         self._sent = 0  # bytes that all ranks uploaded up to the newest version
         self._updates: list[PendingUpdate] = []  # oldest first; all merged into one, unless one is pinned
@@ -154,11 +157,16 @@ class Outbox:
         """The newest version in the bucket; None if there is none."""
         return self._writer.newest.version if self._writer.newest else None
 
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Dtype and shape of all tensors of a version; empty before the first."""
+        return {name: Spec.of_words(self.dtypes[name], words) for name, words in self.shapes.items()}
+
     def owns(self, name: str, shape: Sequence[int]) -> bool:
         """Whether this rank owns a tensor. A new tensor gets an owner first."""
         return self.owners.of(name, shape) == self._peers.rank
 
-    def publish(self, weights: Weights, sync: int, *, first: bool = False) -> None:
+    def publish(self, weights: Iterable[Held], sync: int, *, first: bool = False) -> None:
         """Like `Publisher.publish`. `first`: whether this is the trainer's first sync. `weights` must come
         from `gathered` with the same `first`."""
         self._raise_failure()
@@ -171,7 +179,7 @@ class Outbox:
             self._failure = error  # the mirror may hold changes that no update holds: stop publishing
             raise
 
-    def publish_base(self, weights: Weights, sync: int) -> None:
+    def publish_base(self, weights: Iterable[Held], sync: int) -> None:
         """Publish the first version from the whole weights that rank 0 has."""
         try:
             started, created_at = time.perf_counter(), time.time()
@@ -236,41 +244,55 @@ class Outbox:
         """Start from the newest version. If that version is damaged, the next sync publishes an anchor."""
         if (newest := self._writer.newest) is None:
             return
-        found, folder = dict[str, Bits](), self.shortcuts.folder / "resumed"
+        found, folder = list[tuple[str, str, Bits]](), self.shortcuts.folder / "resumed"
         if self._peers.main:
             try:
-                found = self._writer.reader.checkout(newest, folder)
+                bits = self._writer.reader.checkout(newest, folder)
+                dtypes = dtypes_in(folder)
+                found = [
+                    (name, dtypes[name], words.astype("uint16", copy=False)) for name, words in bits.items()
+                ]
             except (errors.ProtocolError, errors.CodecError, errors.ObjectMissingError, SafetensorError) as e:
                 damaged = "the newest version cannot be rebuilt, so the next sync uploads all weights: %s"
                 _log.warning(damaged, e)
-        self._spread(found.items())
+        self._spread(found)
+        del found
         shutil.rmtree(folder, ignore_errors=True)
         if self.shapes:
             self.digest = newest.digest
             self._lay_out()
             self.shortcuts.restart(newest.version)
 
-    def _checked(self, weights: Weights) -> Iterator[tuple[str, Bits]]:
-        for name, tensor in weights:
-            bits = to_bits(tensor)
-            self.mirror.require_finite(name, bits)
-            yield name, bits
+    def _checked(self, weights: Iterable[Held]) -> Iterator[tuple[str, str, Bits]]:
+        for held in weights:
+            bits = to_bits(held.tensor)
+            self._require_finite(held)
+            if held.dtype == "BF16":
+                self.mirror.require_finite(held.name, bits)
+            yield held.name, held.dtype, bits
 
-    def _spread(self, tensors: Iterable[tuple[str, Bits]]) -> None:
+    def _require_finite(self, held: Held) -> None:
+        if self._finite:
+            held.require_finite()
+
+    def _spread(self, tensors: Iterable[tuple[str, str, Bits]]) -> None:
         """Send each of rank 0's tensors to its owner, whose mirror then holds the tensor."""
-        for name, shape, bits in self._peers.scatter(tensors, self.owners):
-            self.shapes[name] = shape
+        for name, dtype, shape, bits in self._peers.scatter(tensors, self.owners):
+            self.shapes[name], self.dtypes[name] = shape, dtype
             if bits is not None:
-                self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
+                self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16), dtype)
 
     def _lay_out(self) -> None:
         """Divide the tensors among the files of a checkpoint, and write this rank's files."""
+        specs = self.specs
+        self._words = sum(map(math.prod, self.shapes.values()))
+        self._full_bytes = sum(spec.nbytes for spec in specs.values())
         files, left = list[list[str]](), -1  # `left`: bytes that the last file has room for
-        for name in (name for name in self.shapes if self.owners[name] == self._peers.rank):
-            left -= 2 * math.prod(self.shapes[name])
+        for name in (name for name in specs if self.owners[name] == self._peers.rank):
+            left -= specs[name].nbytes
             if left < 0:
                 files.append([])
-                left = _FILE_BYTES - 2 * math.prod(self.shapes[name])
+                left = _FILE_BYTES - specs[name].nbytes
             files[-1].append(name)
         ranks: list[list[list[str]]] = self._peers.exchange(files)
         before, count = sum(map(len, ranks[: self._peers.rank])), sum(map(len, ranks))
@@ -287,21 +309,22 @@ class Outbox:
     def _idle(self) -> bool:
         return not self._busy and (self._held or not self._updates)
 
-    def _add(self, weights: Weights, sync: int, first: bool) -> None:
+    def _add(self, weights: Iterable[Held], sync: int, first: bool) -> None:
         started, created_at = time.perf_counter(), time.time()
         names, by_name = list[str](), dict[str, list[Patch]]()
         # Compare without the lock: the comparison waits until the GPU has finished all work queued before.
         # `own` searches this rank's blocks of its own tensors; `others`, its blocks of other ranks' tensors.
         own, others = self.mirror.search(), self._shards.mirror.search()
-        for name, tensor in weights:
-            self.require_same(name, tensor.shape)
-            names.append(name)
-            if self.owners[name] == self._peers.rank:
-                if block := own_block(tensor, owner=True):
-                    own.add(held_part(name, tensor, block))
+        for held in weights:
+            self.require_same(held.name, held.shape)
+            self._require_finite(held)
+            names.append(held.name)
+            if self.owners[held.name] == self._peers.rank:
+                if block := held.own_block(owner=True):
+                    own.add(held.part(block))
             elif first:  # there is nothing to compare with yet: the owner compares the whole tensor
-                self._shards.begin(name, tensor)
-            elif part := self._shards.part(name, tensor):
+                self._shards.begin(held)
+            elif part := self._shards.part(held):
                 others.add(part)
         found, sent = own.found(), others.found()
         self._names = self._names or set(names)
@@ -333,7 +356,7 @@ class Outbox:
             self._held = self.repeated.holds_back(sync, new.digest)
             self._changed.notify_all()
 
-    def _publish_first(self, weights: Weights, sync: int) -> None:
+    def _publish_first(self, weights: Iterable[Held], sync: int) -> None:
         """Publish a version as an anchor from the weights of all ranks.
 
         The run has no version, or its newest version is damaged. In the second case, all later syncs must be
@@ -341,13 +364,14 @@ class Outbox:
         """
         started, created_at = time.perf_counter(), time.time()
         self.repeated.published = {}
-        for name, tensor in weights:
-            self.shapes[name] = tuple(tensor.shape)
-            if self.owns(name, tensor.shape):
-                self.mirror.add(name, tensor)
-                self.mirror.require_finite(name, self.mirror.bits(name))
+        for held in weights:
+            self.shapes[held.name], self.dtypes[held.name] = held.shape, held.dtype
+            self._require_finite(held)
+            if self.owns(held.name, held.shape):
+                self.mirror.add(held.name, held.tensor, held.dtype)
+                self.mirror.require_finite(held.name, self.mirror.bits(held.name))
             else:
-                self._shards.begin(name, tensor)
+                self._shards.begin(held)
         self._names = set(self.shapes)
         self._publish_whole(sync, started, created_at)
 
@@ -356,7 +380,7 @@ class Outbox:
         if not self.shapes:
             raise errors.CodecError("no parameter was handed over: publish `model.named_parameters()`")
         if self._untrained:
-            self._spread(self._untrained(self.shapes, self.mirror.shapes, self.mirror.bits))
+            self._spread(self._untrained(self.specs, self.mirror.shapes, self.mirror.bits))
         else:
             self._spread(())  # all ranks must call this, to receive what rank 0 sends
         self._lay_out()
@@ -458,7 +482,7 @@ class Outbox:
         """Write this rank's published weights as files. A concurrent sync waits for one tensor at most."""
         for file, names in self._files.items():
             shapes = {name: self.shapes[name] for name in names}
-            write_bits(shapes, functools.partial(self._before, None), folder / file)
+            write_bits(shapes, functools.partial(self._before, None), folder / file, self.dtypes)
 
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
         """Return a tensor's bits before the pending updates, and before the update `job`."""
@@ -469,8 +493,15 @@ class Outbox:
     def _commit(
         self, writer: RunWriter, job: PendingUpdate, delta: Sequence[DeltaRef], anchor: AnchorRef | None
     ) -> Manifest:
-        total, at = sum(map(math.prod, self.shapes.values())), job.created_at
-        return writer.commit(delta, anchor, digest=job.digest, sync=job.sync, total=total, created_at=at)
+        return writer.commit(
+            delta,
+            anchor,
+            digest=job.digest,
+            sync=job.sync,
+            total=self._words,
+            full_bytes=self._full_bytes,
+            created_at=job.created_at,
+        )
 
     def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float, others: int) -> None:
         """Log a version that is in the bucket. `others`: bytes that other ranks have uploaded so far."""

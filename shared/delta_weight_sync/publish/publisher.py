@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import re
-from collections.abc import Callable, ItemsView, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, get_args
@@ -13,13 +13,16 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from delta_weight_sync import errors
-from delta_weight_sync.checkpoint import Base
+from delta_weight_sync.checkpoint import Bits, Spec, Specs, dtype_of
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import tensor_digest, to_hex
 from delta_weight_sync.prune import Keep
+from delta_weight_sync.publish.base import HALF, MERGED, PEFT, Base, Plan, find_names
 from delta_weight_sync.publish.mirror import Place
-from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs, Untrained
-from delta_weight_sync.publish.sharding import Peers, Weights, gathered, local, own_digest
+from delta_weight_sync.publish.names import Names
+from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
+from delta_weight_sync.publish.readable import require_readable
+from delta_weight_sync.publish.sharding import Held, Peers, Weights, gathered, local, own_digest
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
@@ -33,7 +36,7 @@ from delta_weight_sync.store import open_bucket
 
 __all__ = ["Publisher", "PublisherOptions", "checkpoint_weights"]
 DEFAULT_RUN = "main"
-Model = Weights | Mapping[str, torch.Tensor]
+Model = torch.nn.Module | Weights | Mapping[str, torch.Tensor]
 _TIMEOUT_S = 600.0
 # torch.compile, FSDP and activation checkpointing insert these parts into the names of parameters.
 _WRAPPER = "_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
@@ -48,6 +51,7 @@ class PublisherOptions(TypedDict, total=False):
     mirror: Place
     keep: str | None
     allow_nonfinite: bool
+    trust_remote_code: bool
     state_minutes: float
     signing_key: str | Path | None
     on_version: Callable[[Manifest], object] | None
@@ -59,7 +63,7 @@ class Publisher:
         with Publisher("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B") as publisher:
             for step in range(100):
                 ...
-                publisher.publish(model.named_parameters(), step)
+                publisher.publish(model, step)
 
     If `torch.distributed` is initialized, create a `Publisher` on every rank, and call the same methods in
     the same order on all of them. Parameters may be sharded with FSDP2. Each rank keeps, encodes and uploads
@@ -71,11 +75,14 @@ class Publisher:
     Args:
         url: URL of the bucket, then `#` and the run's name ("main" by default). A missing bucket is created.
         base: The checkpoint from which the policy was loaded: a folder, or a model's id on the Hub. A new run
-            takes config, tokenizer and untrained weights from this checkpoint.
+            takes config, tokenizer and untrained weights from this checkpoint. Versions have its tensors,
+            under their names and in their dtypes there.
         encoding: Encoding of deltas, "fast" or "small"; see `delta_weight_sync.codec`.
         mirror: Which memory holds the newest sync's bf16 bits: "host", or "device" for parameters on a GPU.
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
+        trust_remote_code: Put the Python code of `base` into every version, for a model that transformers
+            does not know. Replicas then need --trust-remote-code. By default, such a base is refused.
         state_minutes: Least minutes between two saved states, 5 by default. After a slow upload the pause is
             longer, so that uploads of states take at most a tenth of the time. 0: no pause.
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
@@ -111,6 +118,10 @@ class Publisher:
         self._begun = False  # whether `publish` was called
         self._continued = 0  # the newest version when the run was opened
         self._found: FoundState | None = None
+        self._start: Base | None = None  # only on the main rank
+        self._assets: Path | None = None  # folder with the small files of `_start`
+        self._plan: Plan | None = None  # made when the first weights come
+        self._checked = False  # whether `_named` has seen all tensors
         self._peers = peers or Peers()
         self._resources = contextlib.ExitStack()
         with self._peers.fail_together():
@@ -119,7 +130,8 @@ class Publisher:
             mirror = _allowed("mirror", options.get("mirror", "host"), Place)
             encoding = _allowed("encoding", options.get("encoding", "fast"), Encoding)
             keep = Keep.parse(limit) if (limit := options.get("keep")) else None
-            untrained = self._open(url, base, options) if self._peers.main else None
+            if self._peers.main:
+                self._open(url, base, options)
         # If this body fails on any rank, `stack` closes what `_open` and the body have opened on this rank.
         with contextlib.ExitStack() as stack, self._peers.fail_together():
             stack.push(self._resources.pop_all())
@@ -136,7 +148,7 @@ class Publisher:
                 peers=self._peers,
                 encoding=encoding,
                 mirror=mirror,
-                untrained=untrained,
+                untrained=self._untrained if self._start else None,
                 keep=keep,
                 finite=not options.get("allow_nonfinite", False),
             )
@@ -178,14 +190,16 @@ class Publisher:
         Raises:
             CodecError: The run is of another model, or a weight cannot be published.
         """
+        plan = self._planned(weights)
         with self._peers.fail_together():
             if self._outbox.version is not None:
                 # If the newest version could not be rebuilt, `shapes` is empty, and nothing is compared. Then
                 # the first `publish`, which comes after any `restore`, uploads all weights.
-                for name, tensor in checkpoint_weights(weights) if self._outbox.shapes else ():
-                    self._outbox.require_same(name, tensor.shape)
+                for name, tensor in self._named(weights, plan) if self._outbox.shapes else ():
+                    for target in plan.targets(name, tensor):
+                        self._outbox.require_same(target.name, target.words)
                 return
-            self._outbox.publish_base(self._whole(weights), step)
+            self._outbox.publish_base(self._whole(weights, plan), step)
             self._outbox.repeated = RepeatedSyncs({step: self._outbox.digest})
 
     def publish(self, weights: Model, step: int | None = None) -> None:
@@ -195,12 +209,15 @@ class Publisher:
         version. Do not change the tensors before this call returns. A new run's first call uploads version 0.
 
         Args:
-            weights: `model.named_parameters()`, or another iterable or mapping of names and tensors. Each
-                call must have the same names. Tensors of any float dtype are cast to bf16.
+            weights: The model, which also gives its buffers; or `model.named_parameters()`, or another
+                iterable or mapping of names and tensors. The names are those of the model or of the
+                checkpoint. Each call must have the same names. Float tensors are rounded to the dtype that
+                versions hold them in, usually bf16.
             step: Number of this sync, stored in the version; by default syncs are counted from 1.
 
         Raises:
-            FencedError, AccessDeniedError, CodecError: This call failed, or the background thread had failed.
+            CheckpointError, CodecError: A tensor cannot be published exactly; the message names it and the
+            fix. FencedError, AccessDeniedError: This call failed, or the background thread had failed.
         """
         self.sync = self.sync + 1 if step is None else step
         first, self._begun = not self._begun, True
@@ -210,7 +227,8 @@ class Publisher:
                 " weights with which this trainer starts; for a separate run, choose another name",
                 *(self.reader.keys.run, self._continued),
             )
-        parts = gathered(self._named(weights), self._outbox.owns, first=first)
+        plan = self._planned(weights)
+        parts = gathered(self._named(weights, plan), plan, self._outbox.owns, first=first)
         with self._peers.fail_together(parts):
             self._outbox.publish(parts, self.sync, first=first)
 
@@ -258,7 +276,7 @@ class Publisher:
         found.restore(live, optimizer, others)
         # If the newest version is damaged, `shapes` is empty. The digest is then not checked, because it also
         # covers the untrained weights, which are unknown.
-        published = {name: tensor for name, tensor in live.items() if name in self._outbox.shapes}
+        published = dict(self._published(live)) if self._outbox.shapes else {}
         if published and self.digest(published.items()) != found.record.digest:
             raise errors.StateError(
                 f"the weights of this state are not those of its version {found.record.version}:"
@@ -326,7 +344,8 @@ class Publisher:
 
     def digest(self, weights: Model) -> str:
         """The digest that a version with these weights (of all ranks, cast to bf16) would have."""
-        own, names = own_digest(checkpoint_weights(weights), self._outbox.owners, self._peers.rank)
+        plan = self._planned(weights)
+        own, names = own_digest(self._named(weights, plan), plan, self._outbox.owners, self._peers.rank)
         mirror = self._outbox.mirror  # also has the untrained weights
         own += sum(tensor_digest(name, mirror.bits(name)) for name in mirror.shapes.keys() - names)
         return to_hex(sum(self._peers.exchange(own)))
@@ -354,32 +373,94 @@ class Publisher:
             with contextlib.suppress(*(errors.DeltaWeightSyncError, TimeoutError) if kind else ()):
                 self.close()
 
-    def _named(self, weights: Model) -> Weights:
-        names = set[str]()
-        for name, tensor in checkpoint_weights(weights):
-            if name in names or not tensor.is_floating_point():
-                floats = f"is {tensor.dtype}, and a version holds floats only"
-                why = "comes twice" if name in names else floats
-                raise errors.CodecError(f"parameter {name} {why}: publish `model.named_parameters()`")
-            names.add(name)
-            yield name, tensor
+    def _planned(self, weights: Model) -> Plan:
+        """Plan how the trainer's tensors become those of a version. All ranks call this together."""
+        if self._plan is None:
+            with self._peers.fail_together():
+                plan = self._make_plan(weights) if self._peers.main else None
+            self._plan = self._peers.exchange(plan)[0]
+        assert self._plan is not None
+        return self._plan
 
-    def _whole(self, weights: Model) -> Weights:
-        for name, tensor in self._named(weights):
+    def _make_plan(self, weights: Model) -> Plan:
+        model, specs = _transformers_model(weights), self._outbox.specs
+        if not specs:  # no version yet, or none that could be rebuilt
+            return self._start.plan(model) if self._start else Plan("", {}, Names())
+        shapes = {name: spec.shape for name, spec in specs.items()}
+        with Scratch() as folder:
+            if model is None and not self._start and self._writer and self._writer.newest:
+                self.reader.fetch_all(self._writer.newest.anchor.small, folder)
+            names = find_names(model or (self._start.folder if self._start else folder), shapes)
+        plan = Plan(f"run {self.reader.keys.run!r}", specs, names, fixed=True)
+        if self._start and self._assets:
+            self._start.write_files(self._assets, plan, specs)
+        return plan
+
+    def _untrained(
+        self, trained: Specs, own: Iterable[str], bits: Callable[[str], Bits]
+    ) -> Iterator[tuple[str, str, Bits]]:
+        """Yield the base's tensors that the trainer does not publish; then write the files that fit."""
+        assert self._start is not None
+        assert self._assets is not None
+        assert self._plan is not None
+        version = dict(trained)
+        for name, dtype, words in self._start.untrained(self._plan, trained, own, bits):
+            version[name] = Spec.of_words(dtype, words.shape)
+            yield name, dtype, words
+        self._start.write_files(self._assets, self._plan, version)
+
+    def _named(self, weights: Model, plan: Plan) -> Weights:
+        """Yield the trainer's tensors. The first time, log at the end which of them are rounded from float32,
+        unless the trainer keeps all weights in float32, as masters."""
+        names, rounded, some_are_half = set[str](), list[str](), False
+        parameters: set[str] | None = None
+        if isinstance(weights, torch.nn.Module):
+            parameters = {_PREFIX.sub("", name) for name, _ in weights.named_parameters()}
+        for name, tensor in checkpoint_weights(weights):
+            if name in names:
+                raise errors.CodecError(f"parameter {name} comes twice: publish `model.named_parameters()`")
+            if PEFT.search(name):
+                raise errors.ConfigError(f"{name} is PEFT's name of a parameter: {MERGED}")
+            names.add(name)
+            targets = () if plan.joined(name) else plan.targets(name, tensor)
+            is_buffer = parameters is not None and name not in parameters
+            if is_buffer and plan.stored and not any(target.name in plan.stored for target in targets):
+                continue  # the checkpoint does not have this buffer
+            if not self._checked:
+                some_are_half |= dtype_of(tensor) in HALF
+                rounded += [t.name for t in targets if tensor.dtype == torch.float32 and t.dtype in HALF]
+            yield name, tensor
+        if rounded and some_are_half and not self._checked:
+            _log.warning(
+                "%d float32 tensors of the trainer are rounded, such as %s, because %s has them in 16 bits",
+                *(len(rounded), rounded[0], plan.source or "the run"),
+            )
+        self._checked = True
+
+    def _whole(self, weights: Model, plan: Plan) -> Iterator[Held]:
+        for name, tensor in self._named(weights, plan):
             if isinstance(tensor, DTensor):
                 raise errors.CodecError(f"{name} is sharded: call publish_base before you shard the model")
-            yield name, tensor
+            yield from gathered([(name, tensor)], plan, lambda *_: True, first=True)
 
-    def _open(self, url: str, base: str | Path | None, options: PublisherOptions) -> Untrained | None:
-        """Open the run for writing, on rank 0. Returns `Base.untrained`, or None without `base`."""
+    def _published(self, live: Mapping[str, torch.Tensor]) -> Weights:
+        """Yield those of the trainer's tensors that versions have."""
+        plan = self._planned(live)
+        for name, tensor in live.items():
+            joined = plan.joined(name)
+            made = joined.names if joined else [target.name for target in plan.targets(name, tensor)]
+            if all(each in self._outbox.shapes for each in made):
+                yield name, tensor
+
+    def _open(self, url: str, base: str | Path | None, options: PublisherOptions) -> None:
+        """Open the run for writing, on rank 0."""
         (place, named), key = split_run(url), options.get("signing_key")
         signing, trusted = writer_keys(key)
-        start = Base(base) if base is not None else None
+        code = options.get("trust_remote_code", False)
+        start = Base(base, trust_remote_code=code) if base is not None else None
         bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
         with contextlib.ExitStack() as stack:
             assets = stack.enter_context(Scratch())
-            if start:
-                start.write_files(assets)
             newest = RunReader(bucket, run, trusted).newest()
             if newest is None and not start:
                 raise errors.CheckpointError(
@@ -391,32 +472,36 @@ class Publisher:
                     f"the versions of run {run!r} are signed, and replicas with a key would refuse yours: set"
                     f" {SIGNING_KEY}, or choose another run name"
                 )
+            if newest is None and start:
+                _ = start.checkpoint  # raises if the weights cannot be read, before anything is written
             self._continued = newest.version if newest else 0
-            model, files, untrained = (start.name, assets, start.untrained) if start else ("", None, None)
-            writer = RunWriter(bucket, run, model=model, assets=files, signing_key=key)
+            self._start, self._assets = start, assets if start else None
+            model = start.name if start else ""
+            writer = RunWriter(bucket, run, model=model, assets=self._assets, signing_key=key)
             writer.on_version = options.get("on_version")
             log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run)))
             self._writer, self.reader, self.log = writer, writer.reader, log
             self._resources = stack.pop_all()
-            return untrained
 
 
 def checkpoint_weights(weights: Model) -> Weights:
     """Yield each weight once, without the prefixes that torch.compile, DDP, FSDP and others add to its name.
 
-    In a mapping such as `model.state_dict()`, tied weights are one tensor of two names; the first is used.
+    A model gives its parameters, and those of its buffers that a checkpoint has. In a mapping such as
+    `model.state_dict()`, tied weights are one tensor of two names; the first is used.
 
     Raises:
+        CodecError: A tensor has no memory that can be read.
         ConfigError: A name begins with PEFT's `base_model.model`.
     """
     kept, seen = isinstance(weights, Mapping | ItemsView), set[tuple[object, ...]]()
-    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+    for name, tensor in _items(weights):
         plain = _PREFIX.sub("", name)
         if plain.startswith("base_model.model."):
             raise errors.ConfigError(
-                f"{plain} is PEFT's name of a parameter, which no server knows: merge adapters, and publish"
-                " the plain model, `model.merge_and_unload()`"
+                f"{plain} is PEFT's name of a parameter, which no server knows: {MERGED}"
             )
+        require_readable(plain, tensor)
         if kept:  # the mapping keeps all tensors alive, so two share memory only if they are tied
             held = local(tensor)
             place = held.untyped_storage()._cdata, held.storage_offset(), held.shape, held.stride()
@@ -424,6 +509,27 @@ def checkpoint_weights(weights: Model) -> Weights:
                 continue
             seen.add(place)
         yield plain, tensor
+
+
+def _items(weights: Model) -> Weights:
+    if isinstance(weights, Mapping):
+        yield from weights.items()
+    elif isinstance(weights, torch.nn.Module):
+        yield from weights.named_parameters()
+        for path, module in weights.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    yield f"{path}.{key}".lstrip("."), buffer
+    else:
+        yield from weights
+
+
+def _transformers_model(weights: Model) -> Any:
+    """The model itself, without what DDP, torch.compile and others wrap around it; None for named tensors."""
+    model: Any = weights if isinstance(weights, torch.nn.Module) else None
+    while (inner := getattr(model, "module", None) or getattr(model, "_orig_mod", None)) is not None:
+        model = inner
+    return model
 
 
 def _allowed(argument: str, value: Any, kind: Any) -> Any:

@@ -16,7 +16,7 @@ import functools
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -27,11 +27,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from delta_weight_sync.checkpoint import Shapes, to_bits
+from delta_weight_sync.checkpoint import DTYPES, Shapes, dtype_of, to_bits
 from delta_weight_sync.codec import Bits, Decoded, Patch
 from delta_weight_sync.digest import tensor_digest
-from delta_weight_sync.errors import CodecError, PeerError
-from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place
+from delta_weight_sync.errors import CheckpointError, CodecError, PeerError
+from delta_weight_sync.publish.base import Plan, Target
+from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place, not_finite
+from delta_weight_sync.publish.names import Joined
 from delta_weight_sync.records import MAX_PARTS
 from delta_weight_sync.util import swap
 
@@ -54,18 +56,6 @@ class Owners(dict[str, int]):
             self[name] = min(self._loads, key=self._loads.__getitem__)
             self._loads[self[name]] += math.prod(shape)
         return self[name]
-
-
-def own_block(tensor: torch.Tensor, *, owner: bool) -> Block | None:
-    """The block of a parameter that this rank diffs, or None.
-
-    Only the owner diffs a tensor for which `is_block` is False, for example a plain tensor. If a mesh
-    dimension holds copies of a block, the first rank along that dimension diffs the block.
-    """
-    if not is_block(tensor):
-        return Block.whole(tensor.shape) if owner else None
-    block, is_copy = _block(tensor.shape, tensor.placements, tensor.device_mesh)
-    return None if is_copy or not math.prod(block.extent) else block
 
 
 def held_block(tensor: torch.Tensor) -> Block:
@@ -97,6 +87,65 @@ def is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor) and all(type(p) in (Shard, Replicate) for p in tensor.placements)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of a version, as this rank holds it.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        dtype: Its dtype in a version.
+        shape: The shape of the whole tensor's words.
+        tensor: This rank's elements. If `dtype` is BF16, a tensor of any float dtype, which the mirror
+            rounds. Otherwise its words, as a bf16 tensor.
+        block: Which of the tensor's words these are. None if they are no plain block, or not only of this
+            tensor: then the owner gets the whole tensor.
+        is_sharded: Whether other ranks hold other blocks.
+        is_copy: Whether another rank diffs the same block.
+        is_lasting: Whether `tensor` is the parameter's own memory, not a copy made for this sync.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+    block: Block
+    is_sharded: bool = False
+    is_copy: bool = False
+    is_lasting: bool = True
+
+    def own_block(self, *, owner: bool) -> Block | None:
+        """The block that this rank diffs, or None.
+
+        Only the owner diffs a tensor that is not sharded into plain blocks. If a mesh dimension holds copies
+        of a block, the first rank along that dimension diffs the block.
+        """
+        if not self.is_sharded:
+            return self.block if owner else None
+        return None if self.is_copy or not math.prod(self.block.extent) else self.block
+
+    def part(self, block: Block) -> Part:
+        """This rank's elements, to be compared. `block`: their place in the mirror's tensor."""
+        return Part(self.name, self.tensor, block, self.is_lasting)
+
+    def require_finite(self) -> None:
+        """Raise `CodecError` for NaN and infinity. The mirror does so for bf16, but not for other dtypes."""
+        if self.dtype in ("F16", "F32", "F64"):
+            values = self.tensor.view(getattr(torch, DTYPES[self.dtype][0]))
+            if not values.isfinite().all():
+                raise not_finite(self.name)
+
+
+def as_words(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return the words of a tensor that is cast to `dtype`, as a bf16 tensor; for BF16, `tensor` itself."""
+    if dtype == "BF16":
+        return tensor
+    name, size = DTYPES[dtype]
+    cast = tensor.to(getattr(torch, name))
+    if size == 1:
+        return cast.view(torch.uint8).to(torch.int16).view(torch.bfloat16)
+    return cast.view(torch.bfloat16) if size == 2 else cast.contiguous()[..., None].view(torch.bfloat16)
+
+
 class Shards:
     """Mirrors this rank's blocks of tensors that other ranks own."""
 
@@ -104,19 +153,19 @@ class Shards:
         self.mirror = Mirror(place, finite=finite)
         self._blocks: dict[str, Block | None] = {}
 
-    def begin(self, name: str, tensor: torch.Tensor) -> None:
-        """Mirror the block of a parameter that this rank diffs, if there is one."""
-        self._blocks[name] = own_block(tensor, owner=False)
-        if self._blocks[name]:
-            self.mirror.add(name, local(tensor))
+    def begin(self, held: Held) -> None:
+        """Mirror the block of a tensor that this rank diffs, if there is one."""
+        self._blocks[held.name] = held.own_block(owner=False)
+        if self._blocks[held.name]:
+            self.mirror.add(held.name, held.tensor, held.dtype)
 
-    def part(self, name: str, tensor: torch.Tensor) -> Part | None:
-        """Return the part of a parameter to compare, or None. Raises `CodecError` if the sharding changed."""
-        block = own_block(tensor, owner=False)
-        if name not in self._blocks or self._blocks[name] != block:
-            raise CodecError(f"the sharding of {name} changed after the first sync: restart the trainer")
-        # This mirror treats the block as a whole parameter.
-        return held_part(name, tensor, Block.whole(local(tensor).shape)) if block else None
+    def part(self, held: Held) -> Part | None:
+        """Return the part of a tensor to compare, or None. Raises `CodecError` if the sharding changed."""
+        block = held.own_block(owner=False)
+        if held.name not in self._blocks or self._blocks[held.name] != block:
+            raise CodecError(f"the sharding of {held.name} changed after the first sync: restart the trainer")
+        # This mirror treats the block as a whole tensor.
+        return held.part(Block.whole(tuple(held.tensor.shape))) if block else None
 
     def keep(self, found: Found) -> list[Patch]:
         """Write the changes into the mirror. Return them as patches with positions in the whole tensors."""
@@ -128,29 +177,82 @@ class Shards:
         ]
 
 
-def held_part(name: str, tensor: torch.Tensor, block: Block) -> Part:
-    """Return this rank's elements of a parameter as a part. `block`: their place in the mirror's tensor."""
-    return Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
-
-
 def gathered(
-    weights: Weights, owns: Callable[[str, Sequence[int]], bool], *, first: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights, usually as each rank holds them.
+    weights: Weights, plan: Plan, owns: Callable[[str, Sequence[int]], bool], *, first: bool
+) -> Iterator[Held]:
+    """Yield the tensors of a version that the trainer's tensors make, usually as each rank holds them.
 
     Tensors that `owns(name, shape)` claims for this rank come whole: all of them at the `first` sync, later
     only those that are not a plain block. Every rank must iterate to the end, because the ranks gather
     tensors together.
     """
+    waiting: dict[str, torch.Tensor] = {}  # sources of `Joined`
     for name, tensor in weights:
-        own = owns(name, tensor.shape)
-        if not isinstance(tensor, DTensor) or (is_block(tensor) and not first):
-            yield name, tensor
+        if joined := plan.joined(name):
+            waiting[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            if waiting.keys() >= set(joined.sources):
+                computed = plan.names.compute({source: waiting.pop(source) for source in joined.sources})
+                for made in joined.names:
+                    target = plan.target(made, dtype_of(computed[made]), tuple(computed[made].shape))
+                    owns(made, target.words)
+                    yield _whole(target, computed[made], lasting=False)
+            continue
+        targets = plan.targets(name, tensor)
+        own = [owns(target.name, target.words) for target in targets]
+        if not isinstance(tensor, DTensor):
+            plain, lasting = tensor.detach(), isinstance(tensor, torch.nn.Parameter)
+            yield from (_whole(target, plain, lasting=lasting) for target in targets)
+        elif is_block(tensor) and not first:
+            yield from (_blocked(target, tensor) for target in targets)
         else:
-            full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
-            if own and tensor.dtype != torch.bfloat16 and not full.is_cuda:
+            # In bf16, if versions are, because other ranks send their blocks.
+            dtype = torch.bfloat16 if {target.dtype for target in targets} == {"BF16"} else tensor.dtype
+            full = cast(DTensor, tensor.detach().to(dtype)).full_tensor()
+            if any(own) and tensor.dtype != dtype and not full.is_cuda:
                 full.masked_fill_(full.isnan(), torch.nan)  # as `to_bits` casts NaN; torch's bits may differ
-            yield name, full if own else tensor
+            for target, mine in zip(targets, own, strict=True):
+                if mine:
+                    yield _whole(target, full, lasting=False)
+                elif is_block(tensor):
+                    yield _blocked(target, tensor)
+                else:
+                    yield Held(target.name, target.dtype, target.words, full, Block.whole(target.words))
+    if waiting:
+        name = next(iter(waiting))
+        lacking = sorted(set(cast(Joined, plan.joined(name)).sources) - waiting.keys())
+        raise CheckpointError(
+            f"{name} was published, but not {lacking[0]}: the checkpoint has both in one tensor"
+        )
+
+
+def _whole(target: Target, tensor: torch.Tensor, *, lasting: bool) -> Held:
+    """A tensor of a version, of which this rank has the trainer's whole tensor."""
+    name, dtype, shape, view = target
+    values = view.of(tensor) if view else tensor
+    words = as_words(values, dtype)
+    lasting = lasting and (words is values or words.data_ptr() == values.data_ptr())
+    return Held(name, dtype, shape, words, Block.whole(shape), is_lasting=lasting)
+
+
+def _blocked(target: Target, tensor: DTensor) -> Held:
+    """A tensor of a version, of which this rank has a block."""
+    held, block = local(tensor), held_block(tensor)
+    _, is_copy = _block(tensor.shape, tensor.placements, tensor.device_mesh)
+    if view := target.view:
+        # The part of the view's box that lies in this rank's block.
+        starts = [max(o, a) for o, (a, _) in zip(block.offset, view.box, strict=True)]
+        ends = [min(o + n, e) for o, n, (_, e) in zip(block.offset, block.extent, view.box, strict=True)]
+        ends = [max(start, end) for start, end in zip(starts, ends, strict=True)]
+        if empty := any(start == end for start, end in zip(starts, ends, strict=True)):
+            starts = ends = list(block.offset)
+        held = view.cut(held, [(s - o, e - o) for s, e, o in zip(starts, ends, block.offset, strict=True)])
+        offset = tuple(0 if empty else starts[dim] - view.box[dim][0] for dim in view.dims)
+        block = Block(view.shape, offset, tuple(held.shape))
+    if wide := target.words[len(block.shape) :]:  # several words per element
+        block = Block(target.words, (*block.offset, 0), (*block.extent, *wide))
+    words = as_words(held, target.dtype)
+    lasting = isinstance(tensor, torch.nn.Parameter) and words.data_ptr() == held.data_ptr()
+    return Held(target.name, target.dtype, target.words, words, block, True, is_copy, lasting)
 
 
 def union(parts: Iterable[Patch]) -> list[Patch]:
@@ -239,16 +341,17 @@ class Peers:
         return [patch for part in parts for patch in part.patches(shapes)]
 
     def scatter(
-        self, tensors: Iterable[tuple[str, Bits]], owners: Owners
-    ) -> Iterator[tuple[str, tuple[int, ...], Bits | None]]:
-        """Send rank 0's tensors to their owners, one by one.
+        self, tensors: Iterable[tuple[str, str, Bits]], owners: Owners
+    ) -> Iterator[tuple[str, str, tuple[int, ...], Bits | None]]:
+        """Send rank 0's tensors (name, dtype, words) to their owners, one by one.
 
-        Yields each tensor's name, shape and bits (uint16). On ranks that do not own it, the bits are None.
+        Yields each tensor's name, dtype, and the shape and content of its words (uint16). On ranks that do
+        not own it, the content is None.
         """
         source = iter(tensors)
         while True:
-            name, bits = (next(source, None) if self.main else None) or ("", None)
-            name, shape = self.exchange((name, bits.shape if bits is not None else ()))[0]
+            name, dtype, bits = (next(source, None) if self.main else None) or ("", "", None)
+            name, dtype, shape = self.exchange((name, dtype, bits.shape if bits is not None else ()))[0]
             if not name:
                 return
             owner = owners.of(name, shape)
@@ -257,16 +360,16 @@ class Peers:
                 wire = torch.from_numpy(bits.reshape(-1).view(np.uint8))
                 with self._contact():
                     dist.send(wire, owner, self._group) if self.main else dist.recv(wire, 0, self._group)
-            yield name, shape, bits if owner == self.rank else None
+            yield name, dtype, shape, bits if owner == self.rank else None
 
 
-def own_digest(weights: Weights, owners: Mapping[str, int], rank: int) -> tuple[int, set[str]]:
-    """Return the digest of the elements that this rank diffs, cast to bf16; and all parameters' names."""
+def own_digest(weights: Weights, plan: Plan, owners: Mapping[str, int], rank: int) -> tuple[int, set[str]]:
+    """Return the digest of the words that this rank diffs, and the names of all tensors of a version."""
     total, names = 0, set()
-    for name, tensor in gathered(weights, lambda name, _: owners[name] == rank, first=False):
-        names.add(name)
-        if block := own_block(tensor, owner=owners[name] == rank):
-            bits, (starts, length) = to_bits(local(tensor)).reshape(-1), block.stretches()
+    for held in gathered(weights, plan, lambda name, _: owners[name] == rank, first=False):
+        names.add(held.name)
+        if block := held.own_block(owner=owners[held.name] == rank):
+            bits, (starts, length) = to_bits(held.tensor).reshape(-1), block.stretches()
             for number, first in enumerate(starts.tolist()):
-                total += tensor_digest(name, bits[number * length : (number + 1) * length], first)
+                total += tensor_digest(held.name, bits[number * length : (number + 1) * length], first)
     return total, names

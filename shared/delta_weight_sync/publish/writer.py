@@ -55,10 +55,10 @@ class PartWriter:
 
     def put_weights(self, version: int, paths: Iterable[Path]) -> list[FileRef]:
         """Store this rank's files of the anchor of `version`: weights, and on rank 0 their index, if any."""
-        return [self._put_file(version, path) for path in paths]
+        return [self._put_file(version, path, path.name) for path in paths]
 
-    def _put_file(self, version: int, path: Path) -> FileRef:
-        return put_file(self.bucket, path, self.keys.anchor(version, self.writer, path.name))
+    def _put_file(self, version: int, path: Path, name: str) -> FileRef:
+        return put_file(self.bucket, path, self.keys.anchor(version, self.writer, name))
 
 
 class RunWriter(PartWriter):
@@ -179,8 +179,11 @@ class RunWriter(PartWriter):
         cannot store them, and names those of the newest anchor."""
         weights = super().put_weights(version, paths)
         if self.assets and (self._damaged or not self._asset_refs):
-            files = [path for path in sorted(self.assets.iterdir()) if path.is_file()]
-            self._asset_refs = [self._put_file(version, p) for p in files if p.suffix != ".safetensors"]
+            files = [path for path in sorted(self.assets.rglob("*")) if path.is_file()]
+            named = [(path, path.relative_to(self.assets).as_posix()) for path in files]
+            self._asset_refs = [
+                self._put_file(version, path, name) for path, name in named if path.suffix != ".safetensors"
+            ]
         elif self.newest and not self._asset_refs:
             self._asset_refs = [file for file in self.newest.anchor.small if file.name != INDEX]
         self._damaged = False
@@ -225,6 +228,7 @@ class RunWriter(PartWriter):
         digest: str,
         sync: int,
         total: int,
+        full_bytes: int,
         created_at: float,
     ) -> Manifest:
         """Decide what the next version holds, and publish this version. Raises the errors of `confirm`.
@@ -254,7 +258,7 @@ class RunWriter(PartWriter):
             parent=self._reference(previous) if previous else None,
             changed=sum(part.changed for part in delta),
             total=total,
-            full_bytes=2 * total,
+            full_bytes=full_bytes,
         )
         self._decided = self.signed(manifest)
         return self.confirm()

@@ -21,7 +21,7 @@ import obstore
 from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from delta_weight_sync import errors, store
+from delta_weight_sync import errors, store, util
 
 _PARTS: Final = 8  # requests in parallel
 # What other errors say if they are refusals. Without keys, obstore asks the cloud for keys at this address.
@@ -112,8 +112,12 @@ class S3Bucket(store.Bucket):
             )
         if isinstance(error, InvalidPathError):
             return errors.BucketError(f"{place} holds an object whose name is invalid ({error}): delete it")
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", "https://")
+        proxy = util.proxy_for(endpoint)
+        used = f"; requests use the proxy in {proxy}, unless no_proxy has the store's host" if proxy else ""
         return errors.BucketUnreachableError(
             f"{place} cannot be reached ({code}): check the network, AWS_ENDPOINT_URL and AWS_DEFAULT_REGION"
+            + used
         )
 
     def _is_there(self) -> bool:

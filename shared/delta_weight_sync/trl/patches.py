@@ -93,10 +93,12 @@ def start(worker: Any) -> None:
 
 
 def _await_server(url: str) -> None:
+    # As in TRL's rollouts, the environment's proxy is not used. It could not reach a vLLM on this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline, said = time.monotonic() + _SERVER_S, False
     while True:
         try:
-            urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=5.0).close()
+            opener.open(f"{url.rstrip('/')}/health", timeout=5.0).close()
             return
         except (OSError, ValueError) as error:
             if isinstance(error, urllib.error.HTTPError) and error.code < 500:

@@ -12,12 +12,14 @@ import shutil
 import stat
 from pathlib import Path
 
+from delta_weight_sync.checkpoint import dtypes_in
 from delta_weight_sync.errors import ProtocolError, SettingsError
 from delta_weight_sync.reader import RunReader, apply_delta, map_weights, remove_other_files
 from delta_weight_sync.records import AnchorRef, Manifest
 
 _STEPS = 10  # progress is reported in tenths, because each new text of the progress is logged
-Shapes = dict[str, list[int]]  # checkpoint name -> shape
+Shapes = dict[str, list[int]]  # checkpoint name -> shape of the tensor's words
+Dtypes = dict[str, str]  # checkpoint name -> dtype, of tensors that are not BF16
 
 
 def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
@@ -65,8 +67,8 @@ class Layout:
         for unfinished in (self._deltas, self._version):
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    def put(self, manifest: Manifest) -> tuple[Path, Shapes]:
-        """Build a version; returns its folder and the shapes of its tensors."""
+    def put(self, manifest: Manifest) -> tuple[Path, Shapes, Dtypes]:
+        """Build a version; returns its folder, and the shapes and dtypes of its tensors."""
         recipe = self._reader.recipe(manifest)
         self._wanted, self._fetched = recipe.size, 0
         remove_other_files(self._deltas, recipe)
@@ -80,7 +82,9 @@ class Layout:
         state = map_weights(self._version, manifest.anchor)
         for path in deltas:
             apply_delta(state, path)
-        return self._version, {name: list(bits.shape) for name, bits in state.items()}
+        shapes = {name: list(bits.shape) for name, bits in state.items()}
+        dtypes = {name: dtype for name, dtype in dtypes_in(self._version).items() if dtype != "BF16"}
+        return self._version, shapes, dtypes
 
     def progress(self) -> str:
         """How much `put` has fetched of what it needs, such as "27 of 269 MB"; "" if it fetches nothing."""

@@ -18,7 +18,7 @@ from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError, EngineError, WorkerError
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm import METHOD, commits_between_steps, takes_images
-from delta_weight_sync.vllm.disk import Shapes
+from delta_weight_sync.vllm.disk import Dtypes, Shapes
 
 _POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; each poll waits for vLLM's step
 _TIMEOUT_S = 600.0  # for one answer; staging has no limit; `learn`, the slowest other call, takes seconds
@@ -87,7 +87,7 @@ class Engine:
     def stop(self) -> None:
         """Stop the vLLM that `start` started, even if it is still starting."""
 
-    def learn(self, shapes: Shapes) -> str:
+    def learn(self, shapes: Shapes, dtypes: Dtypes) -> str:
         """Find a run's tensors in vLLM's parameters; returns the digest of the live weights."""
         config = self._client.vllm_config
         keeps = config.kv_transfer_config or config.ec_transfer_config
@@ -98,7 +98,7 @@ class Engine:
                 CommitError.kind,
             )
         self._until_done(self._ask("warm"))  # compiles kernels while vLLM generates; `learn` makes vLLM wait
-        return str(self._ask("learn", shapes=shapes)[0]["digest"])
+        return str(self._ask("learn", shapes=shapes, dtypes=dtypes)[0]["digest"])
 
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:
         """Stage delta files, in this order, while vLLM generates; then commit them between two steps.

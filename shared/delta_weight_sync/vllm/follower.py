@@ -17,13 +17,15 @@ from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef, Manifest
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
-from delta_weight_sync.vllm.disk import Layout, Shapes
+from delta_weight_sync.vllm.disk import Dtypes, Layout, Shapes
 from delta_weight_sync.vllm.engine import Engine, TokenVersion
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
 _LINE_S = 60.0  # between two log lines about served versions
 # Kinds of errors by which vLLM refuses a version: a retry would probably fail, too.
 _REFUSALS = (errors.RouteError.kind, errors.CommitError.kind, errors.CodecError.kind)
+_Tensors = tuple[Shapes, Dtypes]
+_NONE: _Tensors = ({}, {})
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -76,7 +78,7 @@ class Follower:
         self._holding, self._starting, self._joining = Backoff(), Backoff(), Backoff()
         self._refusal: errors.EngineError | None = None  # of a failed join while nothing was served
         self._served_last: Manifest | None = None  # like `serving`, but kept while nothing is served
-        self._learned: Shapes = {}  # shapes of the tensors whose places vLLM knows
+        self._learned = _NONE  # the tensors whose places vLLM knows
         self._healing = False  # whether a heal is still to be done
         self._heal_refusal = ""  # why vLLM refused a heal; reported until the next commit or heal
         self._stopped = threading.Event()
@@ -251,17 +253,17 @@ class Follower:
             self._note(f"fetching version {manifest.version}")
         if not self._engine.alive():
             self._require_patience(manifest)  # before a checkpoint is written
-        folder, shapes = self._layout.put(manifest)
+        folder, shapes, dtypes = self._layout.put(manifest)
         fetch_s = time.perf_counter() - started
         try:
-            self._prepare_engine(manifest, folder, shapes)
+            self._prepare_engine(manifest, folder, (shapes, dtypes))
             times = self._engine.take_checkpoint(folder, manifest.digest, str(TokenVersion.of(manifest)))
         except errors.EngineError as error:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
             if error.kind not in _REFUSALS:
-                self._learned = {}  # to learn again gives the workers new process groups
+                self._learned = _NONE  # to learn again gives the workers new process groups
             if self._healing and not first and error.kind in _REFUSALS:  # do not repeat this heal
                 self._healing, self._heal_refusal = False, f"{error}"
             raise
@@ -270,7 +272,7 @@ class Follower:
             (folder / ref.name).unlink()  # the weights are live now
         self._serve(manifest, fetch_s, *times, joined=True)
 
-    def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
+    def _prepare_engine(self, manifest: Manifest, folder: Path, tensors: _Tensors) -> None:
         """Start or restart vLLM if this version needs that; let vLLM learn the places of the tensors.
 
         Each start of vLLM makes the wait before the next start longer, until a heal or a long quiet time.
@@ -278,11 +280,11 @@ class Follower:
         if started := not self._engine.serves(folder):
             self._require_patience(manifest)
             self._starting.failed("vLLM")  # counts as a failure, so that the next start must wait
-            self.serving, self._learned = None, {}
+            self.serving, self._learned = None, _NONE
             self._note(f"starting vLLM with version {manifest.version}")
             self._engine.start(folder)
-        if shapes != self._learned:
-            found = self._engine.learn(shapes)
+        if tensors != self._learned:
+            found = self._engine.learn(*tensors)
             if started and found != manifest.digest:
                 self._engine.stop()  # else the next try would find vLLM started, and skip this check
                 raise errors.EngineError(
@@ -290,7 +292,7 @@ class Follower:
                     f" change have digest {found}: vLLM rearranges this model's weights; serve another model",
                     errors.CodecError.kind,
                 )
-            self._learned = shapes
+            self._learned = tensors
 
     def _require_patience(self, manifest: Manifest) -> None:
         if not self._starting.allows("vLLM"):

@@ -27,13 +27,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from delta_weight_sync.checkpoint import DTYPES, Spec
 from delta_weight_sync.errors import RouteError
 
 _ATEN = torch.ops.aten
 _MOVES = (_ATEN.clone.default, _ATEN._to_copy.default)
 _FILLS = (_ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.zero_.default)
 _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
-_EXACT = (torch.bfloat16, torch.float32)  # a bf16 pattern is the upper half of the same number in float32
 # Attributes that hold no weights although they are made, or written, after loading.
 _NO_WEIGHTS = {
     "kv_cache": "keys, values and states of requests, which a commit keeps on purpose",
@@ -49,7 +49,9 @@ _COMPILERS = ("torch", "vllm.compilation")  # not searched: hold a captured grap
 
 Names = tuple[str, ...]
 Shapes = Mapping[str, Sequence[int]]
-"""Checkpoint name -> shape."""
+"""Checkpoint name -> shape of the tensor's words (see `checkpoint`), of which a bf16 element is one."""
+Dtypes = Mapping[str, str]
+"""Checkpoint name -> dtype, of tensors that are not BF16."""
 
 
 class Geometry(NamedTuple):
@@ -114,14 +116,14 @@ def storage_of(tensor: torch.Tensor) -> int:
 # 1. Record what the loader copies.
 
 
-def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
+def record(model: torch.nn.Module, shapes: Shapes, dtypes: Dtypes) -> "Recorder":
     """Let the model load a probe for each tensor in `shapes`. Nothing is written. Raises `RouteError` if the
     model computes with data that deltas would not update."""
-    recorder, failed = Recorder(model, shapes), dict[str, str]()
+    recorder, failed = Recorder(model, shapes, dtypes), dict[str, str]()
     if recorder.load(shapes):  # it failed: load the probes one by one, to find the cause
-        recorder, touched = Recorder(model, shapes), set[int]()
+        recorder, touched = Recorder(model, shapes, dtypes), set[int]()
         for name, shape in shapes.items():
-            alone = Recorder(model, {name: shape})
+            alone = Recorder(model, {name: shape}, dtypes)
             if reason := alone.load([name]):
                 failed[name] = f"vLLM's loader fails on a probe ({reason})"
                 touched |= alone.touched
@@ -143,11 +145,14 @@ def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
 class Recorder(TorchDispatchMode):
     """Records what a loader does with probes."""
 
-    def __init__(self, model: torch.nn.Module, shapes: Shapes) -> None:
+    def __init__(self, model: torch.nn.Module, shapes: Shapes, dtypes: Dtypes) -> None:
         super().__init__()
         self._model = model
-        probe = partial(torch.empty, dtype=torch.bfloat16, device="meta")
-        self._probes = {name: probe(tuple(shape)) for name, shape in shapes.items()}
+        specs = {name: Spec.of_words(dtypes.get(name, "BF16"), tuple(shapes[name])) for name in shapes}
+        self._probes = {
+            name: torch.empty(spec.shape, dtype=getattr(torch, DTYPES[spec.dtype][0]), device="meta")
+            for name, spec in specs.items()
+        }
         # Name -> copies: (destination, source), of the same shape.
         self.copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in shapes}
         self.unroutable: dict[str, str] = {}  # name -> why the loader does more than copy the tensor
@@ -198,8 +203,10 @@ class Recorder(TorchDispatchMode):
             self._overwrite(written, "")
         elif func is not _ATEN.copy_.default or how:
             self._refuse(names, f"computes with it ({how or func})")
-        elif args[1].dtype != torch.bfloat16 or args[0].dtype not in _EXACT:
-            self._refuse(names, f"casts it to {args[0].dtype}")
+        elif not _same_words(args[1].dtype, args[0].dtype):
+            self._refuse(names, f"casts it from {args[1].dtype} to {args[0].dtype}")
+        elif args[0].element_size() == 1:
+            self._refuse(names, "copies single bytes, and commits write 16 bits at a time")
         elif args[0].numel():
             self._overwrite(written, names[0])
             self._placed.setdefault(storage_of(args[0]), []).append((names[0], part_of(args[0])))
@@ -220,7 +227,7 @@ class Recorder(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, names: Names, how: str) -> Any:
         """Run, on meta tensors, an operation that reads a probe and does not write to the model."""
-        if func in _MOVES and kwargs.get("dtype") in (None, args[0].dtype, *_EXACT):
+        if func in _MOVES and _same_words(args[0].dtype, kwargs.get("dtype") or args[0].dtype):
             return args[0]  # the original stands for its copy, which has the same numbers
         if func is _ATEN._local_scalar_dense.default:
             self._refuse(names, "reads its values")
@@ -245,6 +252,12 @@ class Recorder(TorchDispatchMode):
     def _refuse(self, names: Names, reason: str) -> None:
         for name in names:
             self.unroutable.setdefault(name, f"vLLM's loader {reason}")
+
+
+def _same_words(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a copy from one dtype to the other keeps the words. A bf16 word is the upper half of the same
+    number in float32."""
+    return source == target or (source, target) == (torch.bfloat16, torch.float32)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -286,8 +299,8 @@ def _parameters_kept(model: torch.nn.Module) -> Iterator[None]:
 class Piece(NamedTuple):
     """One recorded copy: where a strided part of a checkpoint tensor is in a parameter of vLLM.
 
-    `memory` is a flat int16 view of the parameter, from the part's first element to its last. In a float32
-    parameter, every other int16 is a bf16 pattern.
+    `memory` is a flat int16 view of the parameter, from the part's first word to its last. If a bf16 tensor
+    lies in a float32 parameter, every other int16 is one of its words.
     """
 
     memory: torch.Tensor
@@ -327,10 +340,10 @@ class Learned(NamedTuple):
     sources: Sources
 
 
-def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
-    """Learn the routes of the tensors in `shapes`, which are all bf16. Nothing is written. Raises
-    `RouteError` for a model that deltas cannot update."""
-    recorder, routes = record(model, shapes), dict[str, Route]()
+def learn(model: torch.nn.Module, shapes: Shapes, dtypes: Dtypes | None = None) -> Learned:
+    """Learn the routes of the tensors in `shapes`. Nothing is written. Raises `RouteError` for a model that
+    deltas cannot update."""
+    recorder, routes = record(model, shapes, dtypes or {}), dict[str, Route]()
     sources: Sources = {**recorder.unroutable}
     for name, shape in shapes.items():
         if name not in sources:
@@ -374,11 +387,19 @@ def _pieces(destination: torch.Tensor, source: torch.Tensor) -> list[Piece]:
         if size > 1 and source.stride(dim) == 0:
             pairs = zip(destination.unbind(dim), source.unbind(dim), strict=True)
             return [piece for pair in pairs for piece in _pieces(*pair)]
-    sizes, strides, places = joined(source.shape, source.stride(), destination.stride())
-    wide = destination.element_size() // 2  # 2 for float32, of which bf16 is the upper half
-    to = Geometry(wide - 1, sizes, tuple(place * wide for place in places))
-    memory = destination.detach().as_strided((Geometry(0, sizes, places).end,), (1,)).view(torch.int16)
-    return [Piece(memory, Geometry(int(source.storage_offset()), sizes, strides), to)]
+    end = 1 + sum(
+        (size - 1) * step for size, step in zip(destination.shape, destination.stride(), strict=True)
+    )
+    memory = destination.detach().as_strided((end,), (1,)).view(torch.int16)
+    words, wide = source.element_size() // 2, destination.element_size() // 2
+    # The last dimension is that of the words of an element. A bf16 word is the upper half of a float32.
+    sizes, strides, places = joined(
+        (*source.shape, words),
+        (*(step * words for step in source.stride()), 1),
+        (*(step * wide for step in destination.stride()), 1),
+    )
+    first = Geometry(int(source.storage_offset()) * words, sizes, strides)
+    return [Piece(memory, first, Geometry(wide - words, sizes, places))]
 
 
 # 3. Find tensors that vLLM derives from the weights.

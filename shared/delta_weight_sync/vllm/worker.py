@@ -3,7 +3,7 @@
 The plugin gives every vLLM worker one method, which the follower calls on all of them by `collective_rpc`:
 
     delta_weight_sync(op="warm")                               -> {"done"}    begins to compile, in a thread
-    delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
+    delta_weight_sync(op="learn", shapes={...}, dtypes={...})  -> {"digest"}  of the live weights
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins to stage, in a thread
     delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    stages what differs from it
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
@@ -125,13 +125,16 @@ class Ranks:
 class Fallback:
     """The host's copy of all tensors without a route; the same on every rank.
 
-    `bits`: checkpoint name -> the current tensor, in its own shape. Only a staged `Step` changes `bits`.
+    `bits`: checkpoint name -> the words of the current tensor. Only a staged `Step` changes `bits`. `dtypes`:
+    the dtype of those that are not BF16.
     """
 
-    def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, bits: Mapping[str, Bits], dtypes: Mapping[str, str] | None = None
+    ) -> None:
         """Prove that reloading works: load `bits`, which vLLM has loaded already, into `model` again.
         Raises `RouteError` if that fails or changes the model. The model is then damaged: do not serve it."""
-        self._model, self.bits = model, dict(bits)
+        self._model, self.bits, self._dtypes = model, dict(bits), dtypes or {}
         if not bits:
             return
         before, names = self._fingerprints(), ", ".join(self.bits)
@@ -159,9 +162,10 @@ class Fallback:
 
     def _load(self) -> None:
         """Load copies of all tensors in one call, because a loader may combine or change them."""
-        tensors = ((name, torch.from_numpy(bits.copy())) for name, bits in self.bits.items())
+        kinds = self._dtypes
+        tensors = ((n, checkpoint.to_tensor(bits, kinds.get(n, "BF16"))) for n, bits in self.bits.items())
         with torch.no_grad():
-            self._model.load_weights((name, bits.view(torch.bfloat16)) for name, bits in tensors)  # type: ignore[operator]
+            self._model.load_weights(tensors)  # type: ignore[operator]
 
     def _fingerprints(self) -> dict[str, routes.Fingerprint]:
         """The fingerprint of each floating-point tensor of the model."""
@@ -329,32 +333,56 @@ class DeltaWorker:
         """Begin to compile the kernels while vLLM generates; `learn` would compile them while vLLM waits."""
         return self._begin("warm", partial(warm_up, next(self._model.parameters()).device))
 
-    def learn(self, shapes: dict[str, list[int]]) -> Answer:
-        """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
+    def learn(self, shapes: dict[str, list[int]], dtypes: dict[str, str] | None = None) -> Answer:
+        """Learn where the tensors of a run are in the model's parameters.
+
+        `shapes`: checkpoint name -> shape of the tensor's words; `dtypes`: the dtype of those that are not
+            BF16.
+        """
+        dtypes = dtypes or {}
         if again := hasattr(self, "weights"):  # perhaps after a timeout, which makes gloo's groups unusable
             self._ranks = Ranks(self._ranks.size)
         with self._ranks.fail_together():
-            learned = routes.learn(self._model, shapes)
+            learned = routes.learn(self._model, shapes, dtypes)
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
         for name, reason in unroutable.items():
             _log.warning("%s cannot be patched in place (%s): commits that change it are slow", name, reason)
         kept: dict[str, Bits] = {}
         with self._ranks.fail_together():
-            if unroutable:  # read what vLLM loaded: a folder, or a model in the Hub's local cache
-                model, cache = self._config.model_config, self._config.load_config.download_dir
-                if not (folder := Path(model.model)).is_dir():
-                    place: dict[str, Any] = {"revision": model.revision, "cache_dir": cache}
-                    folder = Path(snapshot_download(model.model, **place, local_files_only=True))
-                kept = {name: bits for name, bits in checkpoint.read_bits(folder) if name in unroutable}
+            if unroutable:  # read what vLLM loaded
+                kept = self._loaded(unroutable, shapes, dtypes)
                 if again:  # commits may have changed what vLLM loaded
                     kept |= {name: bits for name, bits in self.weights._fallback.bits.items() if name in kept}
-            fallback = Fallback(self._model, kept)
+            fallback = Fallback(self._model, kept, dtypes)
         self.weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
         self._staged, self._digest = Staged(), self.weights.digest()
         if not self._rechecks:
             self._rechecks = Thread(target=_recheck, args=(weakref.ref(self),), name="recheck", daemon=True)
             self._rechecks.start()
         return {"digest": to_hex(self._digest)}
+
+    def _loaded(
+        self, reasons: Mapping[str, str], shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str]
+    ) -> dict[str, Bits]:
+        """Read tensors from the checkpoint that vLLM loaded: a folder, or a model in the Hub's local cache.
+
+        Raises `RouteError` if the checkpoint lacks one, because then its digest is unknown.
+        """
+        model, cache = self._config.model_config, self._config.load_config.download_dir
+        if not (folder := Path(model.model)).is_dir():
+            place: dict[str, Any] = {"revision": model.revision, "cache_dir": cache}
+            folder = Path(snapshot_download(model.model, **place, local_files_only=True))
+        loaded, kept = checkpoint.Checkpoint(folder), dict[str, Bits]()
+        for name, reason in reasons.items():
+            dtype = dtypes.get(name, "BF16")
+            spec = loaded.specs.get(name)
+            if spec is None or checkpoint.words_shape(dtype, spec.shape) != tuple(shapes[name]):
+                raise errors.RouteError(
+                    f"{name}: {reason}, and the checkpoint that vLLM loaded has no such tensor: start vLLM with"
+                    " the run's own model, which `delta-weight-sync checkout` writes"
+                )
+            kept[name] = loaded.read(name, dtype)
+        return kept
 
     def stage(self, deltas: Sequence[str] = (), checkpoint: str = "") -> Answer:
         """Begin to prepare a commit: of delta files in order, or of what differs from a checkpoint."""

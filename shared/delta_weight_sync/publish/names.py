@@ -1,0 +1,286 @@
+"""The checkpoint's names: which tensors of the checkpoint a trainer's parameters are.
+
+transformers 5 stacks experts (`experts.gate_up_proj`) and renames parts of models (`model.language_model`)
+when it loads a checkpoint, and reverses this in `save_pretrained`. This module finds out once what the
+reversal does, by running it on tensors without memory ("meta" tensors). The result is nearly always
+a view of one parameter. So a stack is compared as it lies in memory, and nothing is copied. Any other tensor,
+for example a join of two parameters, is computed at each sync by transformers' own code.
+
+The reversal depends on the checkpoint, which may have the new names already. So the conversions are first
+applied to the names of the checkpoint, as `from_pretrained` does, and only those that matched are reversed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from delta_weight_sync.checkpoint import Shapes
+
+_ATEN = torch.ops.aten
+_log = logging.getLogger("delta_weight_sync")
+
+
+class View(NamedTuple):
+    """A tensor of the checkpoint that is a box of one parameter, perhaps with reordered dimensions.
+
+    Attributes:
+        name: The tensor's name in the checkpoint.
+        parameter: The parameter's shape.
+        shape: The tensor's shape.
+        box: First index and end of the box, in each dimension of the parameter.
+        dims: The dimension of the parameter that each dimension of the tensor comes from. The box has one
+            element in all others.
+        strides: The tensor's strides in a contiguous parameter.
+        offset: The tensor's first element in a contiguous parameter.
+    """
+
+    name: str
+    parameter: tuple[int, ...]
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor is the parameter under another name, or the same."""
+        return self.shape == self.parameter and self.dims == tuple(range(len(self.dims)))
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This view of a whole parameter."""
+        if parameter.is_contiguous():
+            at = parameter.storage_offset() + self.offset
+            return parameter.as_strided(self.shape, self.strides, at)
+        return self.cut(parameter, self.box)
+
+    def cut(self, held: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Cut `box` out of a part of the parameter; the result has the tensor's dimensions in their order."""
+        part = held[tuple(slice(*ends) for ends in box)]
+        dropped = [dim for dim in range(part.dim()) if dim not in self.dims]
+        return part.permute(*self.dims, *dropped).reshape([part.shape[dim] for dim in self.dims])
+
+
+class Joined(NamedTuple):
+    """Tensors of the checkpoint that are no views: transformers computes them from `sources`, parameters."""
+
+    sources: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a model's parameters and of the tensors of its checkpoint.
+
+    Attributes:
+        views: Parameter -> the tensors that are views of it.
+        joined: The tensors that are no views.
+        tied: Tensors that the checkpoint need not have, because the model ties them to another. Maps each to
+            the other.
+        buffers: Tensors of the checkpoint that are buffers of the model.
+        float32: Tensors of the checkpoint that the model keeps in float32, whatever dtype it is loaded in.
+        reverse: What transformers needs to reverse the conversions of this model.
+    """
+
+    views: dict[str, tuple[View, ...]] = field(default_factory=dict)
+    joined: tuple[Joined, ...] = ()
+    tied: dict[str, str] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    float32: frozenset[str] = frozenset()
+    reverse: Any = None
+
+    @property
+    def stored(self) -> set[str]:
+        """The names of all tensors that the model loads from the checkpoint."""
+        views = (view.name for made in self.views.values() for view in made)
+        return {*views, *(name for joined in self.joined for name in joined.names)} - self.tied.keys()
+
+    def compute(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Compute the tensors of one `Joined` from its whole parameters."""
+        return dict(_revert(self.reverse, parameters))
+
+
+def names_of(model: Any, stored: Shapes) -> Names:
+    """Find the checkpoint's names of a transformers model.
+
+    Args:
+        model: The model. Its parameters may be on the meta device, or sharded.
+        stored: Name -> shape of the checkpoint's tensors; empty for a model without a checkpoint.
+    """
+    state = model.state_dict(keep_vars=True)
+    ties = _ties(model, state)
+    probes = {
+        name: torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for name, tensor in state.items()
+    }
+    reverse = _reverse(model, probes, stored)
+    with _Origins(probes) as origins:
+        found = _revert(reverse, probes)
+    views, sources = dict[str, list[View]](), dict[tuple[str, ...], list[str]]()
+    for name, tensor in found.items():
+        parameters = origins.of(tensor)
+        view = _view(_as_stored(name, model, stored), probes[parameters[0]], tensor)
+        if _storage(probes[parameters[0]]) == _storage(tensor) and view:
+            views.setdefault(parameters[0], []).append(view)
+        else:
+            sources.setdefault(parameters, []).append(name)
+    named = {source: [view.name for view in made] for source, made in views.items()}
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    wide = [name for name in views if any(module in name for module in strict)]
+    return Names(
+        {source: tuple(made) for source, made in views.items()},
+        tuple(Joined(parameters, tuple(names)) for parameters, names in sources.items()),
+        {tied: named[source][0] for target, source in ties.items() for tied in named.get(target, ())},
+        frozenset(name for source in views.keys() - trained for name in named[source]),
+        frozenset(name for source in wide for name in named[source]),
+        reverse,
+    )
+
+
+def models_of(folder: Path) -> Iterator[Any]:
+    """Yield models without memory that `from_pretrained` of a checkpoint may make, the likeliest first.
+
+    A checkpoint of a model that sees may also be loaded as its text model alone.
+    """
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 - of a model that transformers does not know; or it is damaged
+        _log.debug("transformers cannot read the config: %s", error)
+        return
+    automatic = transformers.AutoModelForCausalLM
+    kinds = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    makers = [kind for kind in kinds if kind] + [automatic.from_config]
+    met = set[tuple[type, type]]()
+    for make, given in [
+        *((make, config) for make in makers),
+        (automatic.from_config, config.get_text_config()),
+    ]:
+        try:
+            with torch.device("meta"):
+                model = make(given)
+        except Exception as error:  # noqa: BLE001 - a class may refuse a config in any way
+            _log.debug("no model of this config: %s", error)
+            continue
+        if (kind := (type(model), type(model.config))) not in met:
+            met.add(kind)
+            yield model
+
+
+def _ties(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names whose tensor has an earlier name, too, or is tied to another by the class: {second: first}."""
+    ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        if name not in ties and first.setdefault(id(tensor), name) != name:
+            ties[name] = first[id(tensor)]
+    if not any(tensor.is_meta for tensor in state.values()):  # in a live model, only what it shares is tied
+        ties = {name: source for name, source in ties.items() if state.get(name) is state.get(source)}
+    return ties
+
+
+def _reverse(model: Any, probes: Mapping[str, torch.Tensor], stored: Shapes) -> Any:
+    """Return what `revert_weight_conversion` takes as the model; None if nothing is to be reversed.
+
+    `save_pretrained` calls this function, and PEFT relies on it. Releases of transformers before 5 lack it:
+    there, the names of parameters are those of the checkpoint.
+    """
+    if not hasattr(model, "base_model_prefix"):  # not a model of transformers
+        return None
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        return None
+    used = get_model_conversion_mapping(model, add_legacy=bool(stored))
+    if stored:
+        renamings = [each for each in used if isinstance(each, WeightRenaming)]
+        converters = [each for each in used if isinstance(each, WeightConverter)]
+        for name in sorted(stored):  # each conversion notes whether it matched
+            rename_source_key(name, renamings, converters, model.base_model_prefix, dict(probes))
+        used = [each for each in used if each.was_used()]
+    return SimpleNamespace(_weight_conversions=used, config=model.config) if used else None
+
+
+def _revert(reverse: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    if reverse is None:
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.no_grad():
+        found: Mapping[str, torch.Tensor] = revert_weight_conversion(reverse, dict(tensors))
+        return found
+
+
+def _as_stored(name: str, model: Any, stored: Shapes) -> str:
+    """A tensor's name in `stored`, which may lack the model's prefix, or have one that the model lacks."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    if name in stored or prefix == ".":
+        return name
+    others = name.removeprefix(prefix), prefix + name
+    return next((other for other in others if other in stored), name)
+
+
+class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records which probes each tensor was made from. A copy counts as the tensor that was copied."""
+
+    def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, tuple[str, ...]] = {_storage(probe): (name,) for name, probe in probes.items()}
+        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no id is used twice
+
+    def of(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        """The names of the probes that a tensor was made from."""
+        return self._made[_storage(tensor)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (_ATEN.clone.default, _ATEN._to_copy.default):
+            return args[0]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        result = func(*args, **(kwargs or {}))
+        names = tuple(dict.fromkeys(name for each in inputs for name in self._made.get(_storage(each), ())))
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor):
+                self._made.setdefault(_storage(made), names)
+                self._kept.append(made)
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """An id of a tensor's storage, equal for all its views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _view(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> View | None:
+    """Describe `tensor`, a view of the contiguous `parameter`. None if it is no box of the parameter."""
+    offset, box, dims = int(tensor.storage_offset()), list[tuple[int, int]](), list[int]()
+    for stride in parameter.stride():
+        box.append((offset // stride, offset // stride + 1) if stride else (0, 1))
+        offset -= box[-1][0] * stride
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        free = [dim for dim in range(parameter.dim()) if dim not in dims]
+        same = [
+            dim for dim in free if parameter.stride(dim) == stride and (size > 1 or parameter.shape[dim] == 1)
+        ]
+        chosen = next(iter(same or (free if size == 1 else ())), None)
+        if chosen is None or box[chosen][0] + size > parameter.shape[chosen]:
+            return None
+        dims.append(chosen)
+        box[chosen] = box[chosen][0], box[chosen][0] + size
+    if math.prod(end - start for start, end in box) != tensor.numel():
+        return None
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    return View(
+        name, tuple(parameter.shape), shape, tuple(box), tuple(dims), strides, int(tensor.storage_offset())
+    )

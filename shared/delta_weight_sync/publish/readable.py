@@ -1,0 +1,77 @@
+"""Refuses tensors that have no readable memory, before anything is read.
+
+The comparison hands addresses to compiled code. So each tensor of the trainer must have plain memory, of its
+size, on the host or on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from delta_weight_sync.checkpoint import dtype_of
+from delta_weight_sync.errors import CodecError
+
+_DEVICES = ("cpu", "cuda")
+_PLAIN = torch.Tensor.__torch_dispatch__  # a subclass that computes by itself has another one
+
+
+def require_readable(name: str, tensor: Any) -> None:
+    """Raise `CodecError`, with the name and the fix, unless a tensor can be compared."""
+    if not isinstance(tensor, torch.Tensor):
+        raise _error(
+            name, f"is a {type(tensor).__name__}, not a tensor", "publish `model.named_parameters()`"
+        )
+    held = _local(tensor) if isinstance(tensor, DTensor) else tensor
+    kind, dtype = type(held), str(held.dtype).removeprefix("torch.")
+    if held.is_meta or isinstance(held, torch.nn.parameter.UninitializedParameter):
+        raise _error(name, "is on the meta device, without values", "load the parameter before you publish")
+    if (
+        hasattr(held, "quant_state")
+        or hasattr(held, "SCB")
+        or held.is_quantized
+        or hasattr(kind, "__tensor_flatten__")
+    ):
+        raise _error(name, f"is quantized ({kind.__name__}, {dtype})", _UNQUANTIZED)
+    if kind.__torch_dispatch__ is not _PLAIN:
+        raise _error(name, f"is a {kind.__name__}, which has no plain memory", "publish plain tensors")
+    if held.layout is not torch.strided or held.is_nested:
+        layout = "nested" if held.is_nested else str(held.layout).removeprefix("torch.")
+        raise _error(name, f"has the layout {layout}", "publish a dense tensor, such as `tensor.to_dense()`")
+    if held.is_complex():
+        raise _error(
+            name, f"is complex ({dtype})", "publish `torch.view_as_real` of it, under the checkpoint's name"
+        )
+    if held.is_conj() or held.is_neg():
+        raise _error(name, "is a lazy view, whose memory has other values", "publish `tensor.resolve_neg()`")
+    if not dtype_of(held):
+        raise _error(name, f"is quantized ({dtype})", _UNQUANTIZED)
+    if held.device.type not in _DEVICES:
+        fix = "publish copies on the host, as in `((name, p.cpu()) for name, p in model.named_parameters())`"
+        raise _error(name, f"is on the device {held.device}, which the comparison cannot read", fix)
+    if not tensor.numel():
+        fix = "gather partitioned parameters before you publish (`deepspeed.zero.GatheredParameters`)"
+        raise _error(name, f"has no elements, shape {list(tensor.shape)}", fix)
+    if held.numel():
+        last = sum((size - 1) * step for size, step in zip(held.shape, held.stride(), strict=True))
+        end = (held.storage_offset() + last + 1) * held.element_size()
+        storage = held.untyped_storage()
+        if storage.data_ptr() == 0 or storage.nbytes() < end:
+            raise _error(
+                name,
+                "has no memory: it was freed or moved",
+                "load or gather it before you publish (with FSDP1, in `FSDP.summon_full_params(model)`)",
+            )
+
+
+_UNQUANTIZED = "load the model in bf16, or merge and dequantize it, before you publish"
+
+
+def _local(tensor: DTensor) -> torch.Tensor:
+    return tensor._local_tensor
+
+
+def _error(name: str, why: str, fix: str) -> CodecError:
+    return CodecError(f"parameter {name} {why}: {fix}")
