@@ -1,4 +1,4 @@
-"""Whether a replica can follow a tiny model: patched by the real worker, against a fresh load of the result.
+"""What a replica makes of an architecture: followed by the real worker, against a fresh load of the result.
 
 A model is loaded as vLLM's worker does, without an engine around it, so that architectures which vLLM's CPU
 kernels cannot run are examined as well.
@@ -6,64 +6,121 @@ kernels cannot run are examined as well.
 
 from __future__ import annotations
 
+import gc
+import logging
+import operator
 import os
 import re
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 os.environ.update(VLLM_PLUGINS="", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
 
 import torch
+import transformers
 from transformers.utils import is_torchvision_available
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models import registry
 from vllm.v1.worker import cpu_model_runner
 
-from bench.tiny import ARCHITECTURES, write
-from delta_weight_sync import codec
-from delta_weight_sync.checkpoint import read_bits
-from delta_weight_sync.digest import state_digest, to_hex
+from bench import reloaded
+from bench.published import WAYS, Run
+from bench.reloaded import Difference
+from bench.tiny import ARCHITECTURES, write_base
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.vllm import cpu, routes, worker
+from delta_weight_sync.vllm.disk import Dtypes, Layout, Shapes
 from trainer.demo.processes import free_port
 
-_State = dict[str, codec.Bits]
+EXACT = "exact"
+
+
+class Report(NamedTuple):
+    """What was found out about an architecture.
+
+    Attributes:
+        kind: vLLM's name of the architecture.
+        verdicts: For each of `WAYS`, what a replica makes of it.
+        note: What is to be said of tensors without a route.
+        patched: How a replica's model differs from a fresh load.
+        stock, unpacked: For each of `reloaded.LOADS`, how the model differs from a fresh load, or the error: in
+            vLLM's CPU build as it is, and with weights as they are loaded.
+    """
+
+    kind: str
+    verdicts: list[str]
+    note: str
+    patched: Difference | str
+    stock: list[Difference | str]
+    unpacked: list[Difference | str]
 
 
 class RefusedError(RuntimeError):
     """The worker's answer was an error."""
 
 
-def verdict(name: str, folder: Path) -> tuple[str, str]:
-    """vLLM's name of an architecture, and what a replica makes of it; `folder` is an empty one to work in."""
+def examine(name: str, folder: Path) -> Report:
+    """Find out everything about an architecture; `folder` is an empty one to work in."""
+    logging.getLogger("delta_weight_sync").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    gc.freeze()  # vLLM collects garbage at each load, which would go through all that was imported
+    base = folder / "base"
+    write_base(ARCHITECTURES[name].config(), folder)
+    published = [_published(number, base, folder) for number in range(len(WAYS))]
+    newest = next((run.newest for run in published if isinstance(run, Run)), None)
+    install_stock()
+    stock = _reloaded(base, newest) if newest else []
     install()
-    write(ARCHITECTURES[name].config(), folder)
-    live = Loaded(folder / "base")
-    kind = live.config.model_config.hf_config.architectures[0]
-    base, new = (dict(read_bits(folder / state)) for state in ("base", "patched"))
+    unpacked = _reloaded(base, newest) if newest else []
+    kind = Loaded(base).config.model_config.hf_config.architectures[0]
+    followed = [run if isinstance(run, str) else Followed(base, run) for run in published]
+    models = [each for each in followed if isinstance(each, Followed)]
+    return Report(
+        kind,
+        [each if isinstance(each, str) else each.verdict for each in followed],
+        models[0].note if models else "",
+        models[0].difference if models else "",
+        stock,
+        unpacked,
+    )
+
+
+def _published(number: int, base: Path, folder: Path) -> Run | str:
     try:
-        if live.learn(base) != to_hex(state_digest(base)):
-            return kind, "WRONG: what its routes read is not what was loaded"
-        live.patch(base, new, folder / "delta.safetensors")
-    except RefusedError as refusal:
-        return kind, f"refused: {refusal}"
-    if different := live.differs(Loaded(folder / "patched")):
-        return kind, f"WRONG: {different} is not as a fresh load leaves it"
-    return kind, "exact" + live.besides(base)
+        return Run(WAYS[number], base, folder / f"{number}")
+    except DeltaWeightSyncError as refusal:
+        return f"refused: {refusal}"
+    except Exception as error:  # noqa: BLE001 - one way that fails must not hide the others
+        return f"WRONG: `publish` raises {type(error).__name__}: {error}"
+
+
+def _reloaded(base: Path, newest: Path) -> list[Difference | str]:
+    """Load the newest version, the base, and the newest version into a live model."""
+    folders = newest, base, newest
+    return [reloaded.result(load, Loaded(base), folders, Loaded(newest)) for load in reloaded.LOADS]
+
+
+def install_stock() -> None:
+    """What vLLM's worker does before a model is loaded."""
+    cpu_model_runner._set_torch_accelerator_to_noop()
+    registry._run_in_subprocess = operator.call  # else vLLM imports itself in a process for each class
+    torch.set_num_threads(1)
+    _stand_in_for_torchvision()
 
 
 def install() -> None:
     """What the plugin and vLLM's worker do before a model is loaded."""
-    cpu_model_runner._set_torch_accelerator_to_noop()
+    install_stock()
     cpu.install()
     routes.install()
-    torch.set_num_threads(1)
-    _stand_in_for_torchvision()
 
 
 def _stand_in_for_torchvision() -> None:
@@ -81,7 +138,7 @@ def _stand_in_for_torchvision() -> None:
 
 
 class Loaded:
-    """A model that vLLM has loaded, with a worker around it."""
+    """A model that vLLM has loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.config = EngineArgs(
@@ -92,27 +149,56 @@ class Loaded:
             skip_tokenizer_init=True,
             language_model_only=True,
         ).create_engine_config()
+        rotary_embedding._ROPE_DICT.clear()  # else models of this process share these modules
         with set_current_vllm_config(self.config):
             if not parallel_state.model_parallel_is_initialized():
                 address = f"tcp://127.0.0.1:{free_port()}"
                 parallel_state.init_distributed_environment(1, 0, address, 0, backend="gloo")
                 parallel_state.initialize_model_parallel()
             self.model = get_model(vllm_config=self.config)
-        self._worker = SimpleNamespace(vllm_config=self.config, get_model=lambda: self.model)
 
-    def learn(self, base: _State) -> str:
-        """Learn the routes of the tensors that were loaded; returns the digest of what they read."""
-        answer = self._call("learn", shapes={name: list(bits.shape) for name, bits in base.items()})
-        return str(answer["digest"])
 
-    def patch(self, base: _State, new: _State, delta: Path) -> None:
-        """Go from `base` to `new` by a delta file, as a replica does."""
-        patches = [codec.diff(name, base[name], new[name]) for name in base]
-        delta.write_bytes(codec.encode(patches, base.__getitem__, base=0, version=1))
-        self._call("stage", deltas=[str(delta)])
+class Followed:
+    """A model that vLLM loaded from the base, and that followed a run to its second version.
+
+    Attributes:
+        verdict: "exact", or what is wrong, or why the worker refuses the run.
+        note: What is to be said of tensors without a route; names have a star for numbers.
+        difference: How it differs from a fresh load; "" if the worker refuses the run.
+    """
+
+    def __init__(self, base: Path, run: Run) -> None:
+        self._live, self.difference, self.note = Loaded(base), Difference(), ""
+        self._worker = SimpleNamespace(vllm_config=self._live.config, get_model=lambda: self._live.model)
+        try:
+            self._follow(run)
+        except RefusedError as refusal:
+            self.verdict = f"refused: {refusal}"
+            return
+        self.difference = reloaded.compare(self._live.model, Loaded(run.newest).model)
+        if self.difference.tensors:
+            self.verdict = f"WRONG: {self.difference.first} is not as a fresh load leaves it"
+        elif run.wrong:
+            self.verdict = f"WRONG: transformers does not load {run.wrong} as the trainer has it"
+        else:
+            self.verdict = EXACT
+
+    def _follow(self, run: Run) -> None:
+        """Join the first version, and take the delta to the second."""
+        first, second = (run.reader.manifest(version) for version in (0, 1))
+        folder = run.newest.parents[1] / "replica"
+        whole, shapes, dtypes = Layout(run.reader, folder).put(first)
+        if self._call("learn", shapes=shapes, dtypes=dtypes)["digest"] != first.digest:
+            self._take(first.digest, checkpoint=str(whole))
+        self.note = self._slow(shapes, dtypes)
+        deltas = run.reader.fetch_all(run.reader.recipe(second, 0).deltas, folder / "deltas")
+        self._take(second.digest, deltas=[str(path) for path in deltas])
+
+    def _take(self, digest: str, **what: Any) -> None:
+        self._call("stage", **what)
         while not self._call("staged")["done"]:
-            time.sleep(0.01)
-        self._call("commit", digest=to_hex(state_digest(new)), label="1")
+            time.sleep(0.002)
+        self._call("commit", digest=digest, label="1")
 
     def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
         answer = worker.call(self._worker, op, **arguments)
@@ -120,26 +206,10 @@ class Loaded:
             raise RefusedError(answer["error"])
         return answer
 
-    def differs(self, other: Loaded) -> str:
-        """Something floating that is not the same, bit for bit, in parameters, buffers and elsewhere.
-
-        What only one of them has is left over from its construction: learning would have refused it.
-        """
-        mine, others = (dict(routes.floating(loaded.model)) for loaded in (self, other))
-        both = [name for name in mine if name in others]
-        return next((name for name in both if not _same(mine[name], others[name])), "")
-
-    def besides(self, base: _State) -> str:
-        """What is to be said of tensors that have no route; names have a star for numbers."""
-        shapes = {name: bits.shape for name, bits in base.items()}
-        learned = routes.learn(self.model, shapes)
+    def _slow(self, shapes: Shapes, dtypes: Dtypes) -> str:
+        learned = routes.learn(self._live.model, shapes, dtypes)
         _, reasons = routes.ownership(shapes, [learned.sources])
         left_out = {name for name, reason in reasons.items() if reason == "vLLM's loader drops it"}
         slow = sorted({f"`{re.sub(r'[0-9]+', '*', name)}`" for name in reasons.keys() - left_out})
-        said = f", slowly: {', '.join(slow)}" if slow else ""
-        return said + (f"; vLLM leaves {len(left_out)} tensors out" if left_out else "")
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    parts = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
-    return one.shape == other.shape and torch.equal(*parts)
+        said = [f"slowly: {', '.join(slow)}"] if slow else []
+        return "; ".join(said + ([f"vLLM leaves {len(left_out)} tensors out"] if left_out else []))

@@ -153,7 +153,8 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
     `SpacesUnavailableError` for an unusable URL or key."""
     try:
         content["headers"] = headers(url, kind)
-        content["trust_env"] = not is_near(url)  # no proxy for this machine and private networks
+        if is_near(url):  # the environment's certificates count, but not its proxy
+            content |= {"trust_env": False, "verify": httpx.create_ssl_context()}
         with httpx.stream(method, f"{url.rstrip('/')}{path}", timeout=10.0, **content) as answer:
             body, known = read(answer), answer.headers.copy()
             known.pop("content-encoding", "")  # `read` has decoded the content
@@ -170,7 +171,8 @@ class Clients:
 
     def __init__(self, timeout_s: float) -> None:
         self._far = httpx.Client(timeout=timeout_s)
-        self._near = httpx.Client(timeout=timeout_s, trust_env=False)
+        certificates = httpx.create_ssl_context()  # those that the environment names, if any
+        self._near = httpx.Client(timeout=timeout_s, trust_env=False, verify=certificates)
 
     def stream(
         self, method: str, url: str, **content: Any

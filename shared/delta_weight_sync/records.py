@@ -223,7 +223,7 @@ class DeltaRef(FileRef):
 
     base: Count
     version: Count
-    changed: Count  # elements that differ
+    changed: Count  # words that differ
 
 
 class AnchorRef(Record):
@@ -348,7 +348,7 @@ class Manifest(Sealed):
 
     @property
     def sparsity(self) -> float:
-        """Share of elements that kept their bits, 0 to 1."""
+        """Share of words that kept their bits, 0 to 1."""
         return 1.0 - self.changed / self.total if self.total else 1.0
 
 

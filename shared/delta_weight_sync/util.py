@@ -13,17 +13,17 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-def kernel(function: Function) -> Function:
-    """Compile `function` with numba at its first call, and run it without the GIL.
+def kernel(function: Function, **options: Any) -> Function:
+    """Compile `function` with numba (and its `options`) at its first call, and run it without the GIL.
 
     numba caches the code on disk. If it finds no folder that it may write, each process compiles again.
     """
     from numba import njit  # imported here, because not every command needs it
 
     try:
-        return cast(Function, njit(cache=True, nogil=True)(function))
+        return cast(Function, njit(cache=True, nogil=True, **options)(function))
     except RuntimeError:  # "no locator available": neither this package's folder nor the home can be written
-        return cast(Function, njit(nogil=True)(function))
+        return cast(Function, njit(nogil=True, **options)(function))
 
 
 def threads(cores: int) -> int:

@@ -6,17 +6,21 @@ An example's place is `<!-- wire:NAME -->` up to `<!-- /wire -->`; NAME is one o
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save
 
 from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.reader import apply_delta
 from delta_weight_sync.records import FileRef, Head, Keys, Writer
@@ -25,6 +29,7 @@ from tests.fuzz.forged import written
 from tests.library import wire_reader
 from tests.support.parted import parted
 from tests.support.real_run import RUN, Drifting
+from tests.web.vectors import ASSETS, MIXED, mixed
 
 State = dict[str, np.ndarray]
 
@@ -85,6 +90,50 @@ def test_the_page_reads_a_run_from_head_to_weights(tmp_path):
         wire_reader.built(tmp_path / "parted", version)
 
 
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+def test_the_page_reads_a_run_of_every_dtype(tmp_path, encoding):
+    """Words, and not elements, are what deltas, digest and counts are about."""
+    reader, states = mixed(tmp_path, encoding)
+    expected = [{name: in_words(tensor) for name, tensor in state.items()} for state in states]
+    bucket, manifests = tmp_path / "bucket", [*wire_reader.versions(tmp_path / "bucket", MIXED)][::-1]
+    assert [manifest["version"] for manifest in manifests] == [*range(len(states))]
+    steps = [(ref["base"], ref["version"]) for ref in wire_reader.way(manifests[10])]
+    assert steps == [(0, 8), (8, 9), (9, 10)], "a jump, too"
+    for version in (0, 4, 10):
+        manifest, state, words = manifests[version], states[version], expected[version]
+        assert wire_reader.built(bucket, manifest) == words
+        mapped = reader.checkout(reader.manifest(version), tmp_path / "checkout")
+        assert {name: bits.reshape(-1).tolist() for name, bits in mapped.items()} == words
+        loaded = load_file(tmp_path / "checkout" / "model.safetensors")
+        assert {name: in_words(tensor) for name, tensor in loaded.items()} == words
+        dtypes = {name: tensor.dtype for name, tensor in loaded.items()}
+        assert dtypes == {name: tensor.dtype for name, tensor in state.items()}
+        files = wire_reader.anchor_files(manifest)
+        assert {name: wire_reader.pinned(bucket, files[name]).decode() for name in ASSETS} == ASSETS
+    for manifest, state, words in zip(manifests, states, expected, strict=True):
+        assert manifest["total"] == sum(map(len, words.values()))
+        assert manifest["full_bytes"] == sum(tensor.nbytes for tensor in state.values())
+    for old, new, manifest in zip(expected, expected[1:], manifests[1:], strict=False):
+        moved = {name: sum(a != b for a, b in zip(old[name], new[name], strict=True)) for name in new}
+        assert manifest["changed"] == manifest["deltas"][-1]["changed"] == sum(moved.values())
+        header, _ = wire_reader.safetensors(wire_reader.pinned(bucket, manifest["deltas"][-1]))
+        rows = json.loads(header["__metadata__"]["tensors"])
+        table = {name: (shape, changes) for name, shape, changes, _ in rows}
+        assert table == {n: (shape_of(states[0][n]), count) for n, count in moved.items() if count}
+        assert {states[0][name].dtype for name in table} == {tensor.dtype for tensor in states[0].values()}
+
+
+def in_words(tensor: torch.Tensor) -> list[int]:
+    """As the page says it, and not as `checkpoint` does it."""
+    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [*raw] if tensor.itemsize == 1 else memoryview(raw).cast("H").tolist()
+
+
+def shape_of(tensor: torch.Tensor) -> list[int]:
+    """Of the tensor's words."""
+    return [*tensor.shape, *([tensor.itemsize // 2] if tensor.itemsize > 2 else [])]
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
 _PLACE = re.compile(r"(<!-- wire:(\w+) -->\n).*?(<!-- /wire -->)", re.DOTALL)
 Bits = np.ndarray
@@ -103,6 +152,17 @@ def head() -> str:
     return "\n".join(lines)
 
 
+def words() -> str:
+    tensors = {
+        "BF16": torch.tensor([1.0, -2.5]).bfloat16(),
+        "F32": torch.tensor([[1.0, -2.5]]),
+        "I64": torch.tensor(-2),
+        "I8": torch.tensor([1, -1, 127], dtype=torch.int8),
+        "BOOL": torch.tensor([True, False, True]),
+    }
+    return "\n\n".join(_in_words(dtype, tensor) for dtype, tensor in tensors.items())
+
+
 def digest() -> str:
     zeros, small, long = np.zeros(3, np.uint16), _numbers(0x3F80, 0, 0x8000), np.arange(5000, dtype=np.uint16)
     rows = [
@@ -110,7 +170,7 @@ def digest() -> str:
         ("w = [3f80 0000 8000]", {"w": small}),
         ("v = [3f80 0000 8000]", {"v": small}),
         ("w and v, both [3f80 0000 8000]", {"w": small, "v": small}),
-        ("w = [0000 0001 … 1387], 5000 weights", {"w": long}),
+        ("w = [0000 0001 … 1387], 5000 words", {"w": long}),
     ]
     return "\n".join(f"{name:38} {to_hex(state_digest(state))}" for name, state in rows)
 
@@ -129,7 +189,7 @@ def bands() -> str:
 
 
 def planes() -> str:
-    """Changes side by side, steps of every size, and weights that have nothing to do with the old ones."""
+    """Changes side by side, steps of every size, and words that have nothing to do with the old ones."""
     at = np.arange(512)
     old, uneven = np.full(512, 0x3C00, np.uint16), (at * 2654435761 >> 7 & 0xFFFF).astype(np.uint16)
     steps = np.tile([1, -1, 300, 0, 2, -2, -300, 1], 64)
@@ -141,7 +201,21 @@ def planes() -> str:
     return "\n\n".join(_explained(*pair, "fast", mode) for mode, pair in examples.items())
 
 
-EXAMPLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (head, digest, gaps, bands, planes)}
+EXAMPLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (words, head, digest, gaps, bands, planes)}
+
+
+def _in_words(dtype: str, tensor: torch.Tensor) -> str:
+    bits, (_, content) = to_bits(tensor, dtype), wire_reader.safetensors(save({"w": tensor}))
+    assert bits.reshape(-1).tolist() == wire_reader.words_of(dtype, content["w"]) == in_words(tensor)
+    elements = " ".join(str(value).lower() for value in tensor.reshape(-1).tolist())
+    shapes = f"w is {dtype} {list(tensor.shape)}", f"words {list(bits.shape)}"
+    rows = [
+        (shapes[0], elements),
+        ("  bytes", content["w"].hex(" ")),
+        (f"  {shapes[1]}", " ".join(f"{word:04x}" for word in bits.reshape(-1).tolist())),
+        ("  digest", to_hex(state_digest({"w": bits}))),
+    ]
+    return "\n".join(f"{name:19} {value}" for name, value in rows)
 
 
 def _explained(old: Bits, new: Bits, encoding: str, mode: str) -> str:
@@ -154,7 +228,7 @@ def _explained(old: Bits, new: Bits, encoding: str, mode: str) -> str:
     pairs = list(zip(patch.index, patch.ulps.astype(np.int16), strict=True))
     steps = " ".join(f"{at}:{step:+d}" for at, step in pairs[:_SHOWN]) + (" …" if pairs[_SHOWN:] else "")
     lines = [
-        f"{mode}: w has shape {list(old.shape)}, old bits {_few(old)}",
+        f"{mode}: w has shape {list(old.shape)}, old words {_few(old)}",
         *_wrapped(f"changes, position:step  {steps}"),
         f"the file, {len(data)} bytes: length of the header {data[:8].hex(' ')}, header",
         *_wrapped(data[8:end].decode().rstrip()),

@@ -1,6 +1,6 @@
 """A reader of the wire format, written from docs/wire-format.md alone: standard library and zstandard.
 
-One bit and one weight at a time, so it is slow; it is there to show that the page is enough. It trusts what
+One bit and one word at a time, so it is slow; it is there to show that the page is enough. It trusts what
 it reads: a real reader checks lengths and places before it uses them.
 """
 
@@ -16,7 +16,10 @@ import zstandard
 MASK = 2**64 - 1
 RECORD_FORMAT = "delta-weight-sync/2"  # of HEAD and manifest
 DELTA_FORMAT = "delta-weight-sync-delta/2"
-Weights = dict[str, list[int]]  # name -> row-major bf16 patterns
+Weights = dict[str, list[int]]  # name -> row-major words
+# dtype -> bytes of an element
+BYTES = {"BF16": 2, "F16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8}
+BYTES |= {"I8": 1, "U8": 1, "BOOL": 1}
 
 
 def safetensors(data: bytes) -> tuple[dict, dict[str, bytes]]:
@@ -27,9 +30,10 @@ def safetensors(data: bytes) -> tuple[dict, dict[str, bytes]]:
     return header, {name: data[end:][slice(*entry["data_offsets"])] for name, entry in entries.items()}
 
 
-def patterns(content: bytes) -> list[int]:
-    """16-bit numbers."""
-    return [int.from_bytes(content[i : i + 2], "little") for i in range(0, len(content), 2)]
+def words_of(dtype: str, content: bytes) -> list[int]:
+    """The words of a tensor, from its bytes."""
+    size = min(BYTES[dtype], 2)
+    return [int.from_bytes(content[i : i + size], "little") for i in range(0, len(content), size)]
 
 
 def bit(stream: bytes, at: int) -> int:
@@ -87,18 +91,18 @@ def band_of(old: int, limits: list[int]) -> int:
     return sum(limit <= exponent for limit in limits)
 
 
-def places(group: dict, streams: dict[str, bytes], weights: list[int]) -> list[int]:
-    """The changed ones of a group's weights, all tensors one after the other."""
+def places(group: dict, streams: dict[str, bytes], words: list[int]) -> list[int]:
+    """The changed ones of a group's words, all tensors one after the other."""
     if group["mode"] == "mask":
         mask = unpacked(streams["mask"])
-        return [at for at in range(len(weights)) if bit(mask, at)]
+        return [at for at in range(len(words)) if bit(mask, at)]
     changed = [marks(streams["gaps"], *section) for section in bands(group["gaps"], 3)]
     limits = group.get("limits", [])
-    return [at for at, old in enumerate(weights) if next(changed[band_of(old, limits)])]
+    return [at for at, old in enumerate(words) if next(changed[band_of(old, limits)])]
 
 
 def moves(group: dict, streams: dict[str, bytes], olds: list[int]) -> Iterator[int]:
-    """What to add to each changed weight."""
+    """What to add to each changed word."""
     large = [marks(streams["large"], *section) for section in bands(group["large"], 3)]
     sizes = [magnitudes(streams["sizes"], *section) for section in bands(group["sizes"], 1)]
     for change, old in enumerate(olds):
@@ -107,23 +111,23 @@ def moves(group: dict, streams: dict[str, bytes], olds: list[int]) -> Iterator[i
         yield -size if bit(streams["signs"], change) else size
 
 
-def planes(group: dict, streams: dict[str, bytes], weights: list[int]) -> list[int]:
-    """The new weights of a group in which every weight is stored."""
+def planes(group: dict, streams: dict[str, bytes], words: list[int]) -> list[int]:
+    """The new words of a group in which every word is stored."""
     pairs = zip(unpacked(streams["low"]), unpacked(streams["high"]), strict=True)
     values = [low | high << 8 for low, high in pairs]
     if group["mode"] == "raw":
         return values
     steps = [(value >> 1) ^ -(value & 1) for value in values]
-    return [(old + step) & 0xFFFF for old, step in zip(weights, steps, strict=True)]
+    return [(old + step) & 0xFFFF for old, step in zip(words, steps, strict=True)]
 
 
-def decode_group(group: dict, streams: dict[str, bytes], weights: list[int]) -> list[int]:
-    """The new weights of a group, all its tensors one after the other."""
+def decode_group(group: dict, streams: dict[str, bytes], words: list[int]) -> list[int]:
+    """The new words of a group, all its tensors one after the other."""
     if group["mode"] in ("dense", "raw"):
-        return planes(group, streams, weights)
-    new, found = list(weights), places(group, streams, weights)
-    for at, move in zip(found, moves(group, streams, [weights[at] for at in found]), strict=True):
-        new[at] = (weights[at] + move) & 0xFFFF
+        return planes(group, streams, words)
+    new, found = list(words), places(group, streams, words)
+    for at, move in zip(found, moves(group, streams, [words[at] for at in found]), strict=True):
+        new[at] = (words[at] + move) & 0xFFFF
     return new
 
 
@@ -190,14 +194,25 @@ def way(manifest: dict) -> list[dict]:
     return ways[manifest["version"]]
 
 
+def anchor_files(manifest: dict) -> dict[str, dict]:
+    """The anchor's files by their paths in the checkpoint's folder."""
+    refs = manifest["anchor"]["files"]
+    files = {ref["key"].split("/", 4)[4]: ref for ref in refs}
+    assert len(files) == len(refs)
+    assert not any(str(folder) in files for name in files for folder in Path(name).parents)
+    return files
+
+
 def built(bucket: Path, manifest: dict) -> Weights:
     """The weights of a version."""
     weights: Weights = {}
-    for ref in manifest["anchor"]["files"]:
-        if ref["key"].endswith(".safetensors"):
+    for file, ref in anchor_files(manifest).items():
+        if file.endswith(".safetensors"):
             header, content = safetensors(pinned(bucket, ref))
-            assert all(len(raw) == 2 * math.prod(header[name]["shape"]) for name, raw in content.items())
-            weights |= {name: patterns(raw) for name, raw in content.items()}
+            for name, raw in content.items():
+                dtype, shape = header[name]["dtype"], header[name]["shape"]
+                assert len(raw) == BYTES[dtype] * math.prod(shape)
+                weights[name] = words_of(dtype, raw)
     for ref in way(manifest):
         apply_delta(pinned(bucket, ref), weights)
     assert digest(weights) == manifest["digest"]

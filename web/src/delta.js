@@ -3,7 +3,11 @@
 import { demand, quoted, Refused } from "./refused.js";
 import { loadZstd, unpacked } from "./zstd.js";
 
-/** @typedef {Map<string, {shape: number[], bits: Uint16Array}>} Model bf16 bits by the tensor's name */
+/**
+ * The 16-bit words of each tensor, by its name; `shape` is that of the words. Elements of one byte are words, too, from 0
+ * to 255.
+ * @typedef {Map<string, {dtype: string, shape: number[], bits: Uint16Array}>} Model
+ */
 /** @typedef {{name: string, places: Uint32Array, steps: Uint16Array}} Patch one tensor's changes, in order */
 /** @typedef {{base: number, version: number, patches: Patch[]}} Delta */
 /** @typedef {[events: number, k: number, flipped: boolean, bits: number]} Row of `gaps` and `large` */
@@ -11,11 +15,13 @@ import { loadZstd, unpacked } from "./zstd.js";
 /** @typedef {{name: string, changes: number, bits: Uint16Array}} Changed */
 
 const FORMAT = "delta-weight-sync-delta/2";
-const GROUP_FULL = 2 ** 25; // weights
+const GROUP_FULL = 2 ** 25; // words
 const LARGEST_STREAM = 2 ** 28; // bytes: the place of a bit is then a 31-bit number
 const LARGEST_HEADER = 100e6; // bytes, as in the safetensors library
-/** @type {Record<string, number>} */
-const BYTES = { BOOL: 1, U8: 1, I8: 1, F8_E4M3: 1, F8_E5M2: 1, U16: 2, I16: 2, F16: 2, BF16: 2, U32: 4, I32: 4, F32: 4, U64: 8, I64: 8, F64: 8 };
+/** The dtypes that a version's tensors may have, and the bytes of an element. @type {Record<string, number>} */
+export const DTYPES = { BF16: 2, F16: 2, F32: 4, F64: 8, I64: 8, I32: 4, I16: 2, I8: 1, U64: 8, U32: 4, U16: 2, U8: 1, BOOL: 1 };
+/** Those of any safetensors file. @type {Record<string, number>} */
+const BYTES = { ...DTYPES, F8_E4M3: 1, F8_E5M2: 1 };
 
 /** For each mode, the number of entries of each list, and the names of the streams. */
 const MODES = {
@@ -95,8 +101,8 @@ export async function decode(file, model) {
  */
 export function apply(model, patches) {
   for (const { name, places, steps } of patches) {
-    const { bits } = /** @type {{bits: Uint16Array}} */ (model.get(name));
-    for (let i = 0; i < places.length; i++) bits[places[i]] += steps[i];
+    const { bits, mask } = words(model, name);
+    for (let i = 0; i < places.length; i++) bits[places[i]] = (bits[places[i]] + steps[i]) & mask;
   }
 }
 
@@ -107,9 +113,19 @@ export function apply(model, patches) {
  */
 export function undo(model, patches) {
   for (const { name, places, steps } of patches) {
-    const { bits } = /** @type {{bits: Uint16Array}} */ (model.get(name));
-    for (let i = 0; i < places.length; i++) bits[places[i]] -= steps[i];
+    const { bits, mask } = words(model, name);
+    for (let i = 0; i < places.length; i++) bits[places[i]] = (bits[places[i]] - steps[i]) & mask;
   }
+}
+
+/**
+ * A tensor's words, and the bits that an element can have: a checkpoint's file has only eight of a one-byte element.
+ * @param {Model} model
+ * @param {string} name
+ */
+function words(model, name) {
+  const { dtype, bits } = /** @type {{dtype: string, bits: Uint16Array}} */ (model.get(name));
+  return { bits, mask: DTYPES[dtype] === 1 ? 0xff : 0xffff };
 }
 
 /** @param {string} mode */
@@ -198,9 +214,9 @@ function membersOf(text, groups, model) {
     demand(!seen.has(name), `it changes ${quoted(name)} twice`);
     seen.add(name);
     demand(count(changes) && changes >= 1 && changes <= known.bits.length,
-      `it says that ${quoted(changes)} weights of ${quoted(name)} change`);
+      `it says that ${quoted(changes)} words of ${quoted(name)} change`);
     demand(count(group) && group < groups, `it has ${groups} groups, and names group ${quoted(group)}`);
-    demand(full[group] < GROUP_FULL, `group ${group} continues after ${GROUP_FULL} weights`);
+    demand(full[group] < GROUP_FULL, `group ${group} continues after ${GROUP_FULL} words`);
     full[group] += known.bits.length;
     members[group].push({ name, changes, bits: known.bits });
   }
@@ -425,7 +441,7 @@ function masked(members, frame) {
 }
 
 /**
- * The changes of a group that stores every weight.
+ * The changes of a group that stores every word.
  * @param {"dense" | "raw"} mode
  * @param {Changed[]} members
  * @param {Record<string, Uint8Array>} streams

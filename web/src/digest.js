@@ -1,4 +1,4 @@
-// The state digest of docs/wire-format.md: the sum of r(tensor, place) * bits, modulo 2^64.
+// The state digest of docs/wire-format.md: the sum of r(tensor, place) * word, modulo 2^64.
 
 const WORD = (1n << 64n) - 1n;
 const ROW = 4096;
@@ -22,7 +22,7 @@ for (let i = 0; i < ROW; i++) {
 
 /**
  * The digest of all weights, as manifests carry it.
- * @param {Iterable<[string, Uint16Array]>} weights bf16 bits by the tensor's name
+ * @param {Iterable<[string, Uint16Array]>} weights 16-bit words by the tensor's name
  */
 export async function stateDigest(weights) {
   let total = 0n;

@@ -152,6 +152,8 @@ export class Policy {
   #weight(name) {
     const found = this.model.get(name);
     demand(found, `the checkpoint has no ${name}`);
+    // The words of another dtype would be read as bf16, too, and give other numbers.
+    demand(found.dtype === "BF16", `this page cannot play: ${name} is ${found.dtype}, and the page computes only with BF16`);
     return found.bits;
   }
 

@@ -1,6 +1,6 @@
 // A preview of an anchor: its weights in two files. The first is enough to play; together they give model.safetensors.
 
-import { safetensors } from "./delta.js";
+import { DTYPES, safetensors } from "./delta.js";
 import { demand, quoted } from "./refused.js";
 import { concatenated } from "./store.js";
 
@@ -16,7 +16,8 @@ const LOW = 0x3f; // the bits of a weight that are in the second file
 const MIDDLE = 0x20; // what these bits are taken for until that file has come
 
 /**
- * The weights of a checkpoint's file.
+ * The words of the tensors of a checkpoint's file. An element of more than 16 bits is several words, the lowest first, in a
+ * last dimension of their own.
  * @param {Uint8Array} file
  * @returns {Model}
  */
@@ -24,9 +25,10 @@ export function weightsOf(file) {
   /** @type {Model} */
   const model = new Map();
   for (const [name, { dtype, shape, data }] of safetensors(file).tensors) {
-    const size = shape.reduce((product, side) => product * side, 1);
-    demand(dtype === "BF16" && data.length === 2 * size, `the anchor's tensor ${name} is not bf16, or has another size`);
-    model.set(name, { shape, bits: new Uint16Array(data.slice().buffer) });
+    const size = Object.hasOwn(DTYPES, dtype) ? DTYPES[dtype] : NaN;
+    demand(size, `the anchor's tensor ${quoted(name)} has the dtype ${quoted(dtype)}, which no version has`);
+    const bits = size === 1 ? Uint16Array.from(data) : new Uint16Array(data.slice().buffer);
+    model.set(name, { dtype, shape: size > 2 ? [...shape, size / 2] : shape, bits });
   }
   return model;
 }

@@ -42,7 +42,8 @@ function wrongField(value, fields) {
 }
 
 const RUN = /^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$/;
-const isKey = text(/^(?!.*\/\/)(?!(.*\/)?\.\.(\/|$))[A-Za-z0-9][A-Za-z0-9._/-]{0,500}$/);
+/** No part between slashes is empty or begins with a dot. @param {any} value */
+const isKey = (value) => text(/^[A-Za-z0-9][A-Za-z0-9._-]*(\/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$/)(value) && value.length <= 501;
 const file = { key: isKey, size: count, sha256: text(/^[0-9a-f]{64}$/) };
 const isDelta = table({ ...file, base: count, version: count, changed: count });
 const sealed = {
@@ -148,14 +149,23 @@ function checkLinks({ version, deltas, jumps, anchor, parent, ...others }, key) 
   const short = jumps.find((one) => one.version - one.base < 2);
   demand(!short, `${key}: a jump from version ${short?.base} to ${short?.version} spans less than two versions`);
   const names = anchor.files.map((one) => nameOf(one));
-  demand(new Set(names).size === names.length, `${key}: two files of the anchor have the same name`);
+  const known = new Set(names);
+  demand(known.size === names.length, `${key}: two files of the anchor have the same name`);
+  demand(!names.some((name) => foldersOf(name).some((folder) => known.has(folder))),
+    `${key}: a file of the anchor has the name of a folder`);
   demand((parent === null) === (version === 0), `${key}: version 0 has no parent, and every other version has one`);
   demand(recipe({ version, deltas, jumps, anchor, parent, ...others }, null),
     `${key}: nothing leads from anchor ${anchor.version} to version ${version}`);
 }
 
-/** The last part of a file's key. @param {FileRef} ref */
-export const nameOf = (ref) => ref.key.slice(ref.key.lastIndexOf("/") + 1);
+/** The last part of a file's key; for a file of an anchor, its path in the checkpoint's folder. @param {FileRef} ref */
+export function nameOf({ key }) {
+  const parts = key.split("/");
+  return parts[2] === "anchors" && parts.length > 4 ? parts.slice(4).join("/") : key.slice(key.lastIndexOf("/") + 1);
+}
+
+/** The folders that a file lies in. @param {string} name */
+const foldersOf = (name) => name.split("/").slice(0, -1).map((_, i, all) => all.slice(0, i + 1).join("/"));
 
 /** @param {FileRef[]} refs */
 export const sizeOf = (refs) => refs.reduce((sum, { size }) => sum + size, 0);

@@ -407,7 +407,7 @@ function paused(seconds, signal) {
 const byWriterThenVersion = (a, b) => a.term - b.term || a.id.localeCompare(b.id) || a.version - b.version;
 
 /** @param {Model} model @returns {Model} */
-const copied = (model) => new Map([...model].map(([name, { shape, bits }]) => [name, { shape, bits: bits.slice() }]));
+const copied = (model) => new Map([...model].map(([name, tensor]) => [name, { ...tensor, bits: tensor.bits.slice() }]));
 
 /** @param {Model} model @returns {Iterable<[string, Uint16Array]>} */
 const patterns = (model) => [...model].map(([name, { bits }]) => [name, bits]);

@@ -44,6 +44,17 @@ test("greedy tokens are vLLM's", async (t) => {
     assert.throws(() => new Player(replica, new Game("crane", words)), sentence);
   }
   replica.files.set("config.json", config);
+  for (const name of ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"]) {
+    const player = new Player(replica, new Game("crane", words));
+    const tensor = replica.model.get(name);
+    assert(tensor);
+    replica.model.set(name, { ...tensor, dtype: "F16" }); // as many words, so that the size says nothing
+    const sentence = new RegExp(`this page cannot play: ${name} is F16, and the page computes only with BF16`);
+    assert.throws(() => new Player(replica, new Game("crane", words)), sentence);
+    await assert.rejects(player.write(), sentence, "a run that was started again during a game");
+    replica.model.set(name, tensor);
+  }
+  replica.model.set("unused", { dtype: "I64", shape: [4], bits: new Uint16Array(4) });
   const few = Number(process.env.DWS_GAMES ?? 8);
   const counts = { games: 0, solved: 0, tokens: 0, others: 0 };
   const started = performance.now();

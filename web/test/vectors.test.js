@@ -30,7 +30,7 @@ test("whole and damaged deltas", options, async (t) => {
   const counts = { taken: 0, refused: 0, "taken by one": 0 };
   for (const { file, digest, why } of cases) {
     const model = new Map(Object.entries(given).map(([name, { shape, bits }]) =>
-      [name, { shape, bits: new Uint16Array(bytes(bits).buffer) }]));
+      [name, { dtype: "BF16", shape, bits: new Uint16Array(bytes(bits).buffer) }]));
     let said = null;
     try {
       const { patches } = await decode(bytes(file), model);
@@ -74,8 +74,8 @@ function sealed(files) {
   return files;
 }
 
-/** A replica of a run whose objects are these. @param {Record<string, string>} files */
-function replicaOf(files) {
+/** A replica of a run whose objects are these. @param {Record<string, string>} files @param {string} [run] */
+function replicaOf(files, run = "forged") {
   return new Replica({
     url: "memory",
     pollSeconds: 1,
@@ -84,7 +84,7 @@ function replicaOf(files) {
       return bytes(files[key]);
     },
     list: async (/** @type {string} */ prefix) => Object.keys(files).filter((key) => key.startsWith(prefix)),
-  }, "forged");
+  }, run);
 }
 
 test("a run that two ranks published, with a jump", options, async () => {
@@ -97,6 +97,31 @@ test("a run that two ranks published, with a jump", options, async () => {
   for (let version = 1; version <= 10; version++) assert.deepEqual(await steps(version), [true]);
   assert.equal(await replica.digest(), replica.manifest?.digest);
 });
+
+for (const encoding of ["fast", "small"]) {
+  test(`a run with tensors of every dtype, ${encoding}`, options, async () => {
+    const { files, dtypes, counts, assets, newest } = read(`mixed-${encoding}.json`);
+    const replica = replicaOf(files, "mixed");
+    assert.equal((await replica.look())?.version, newest);
+    const steps = async (/** @type {number} */ version) => (await replica.goTo(version))?.moves.map(({ forward }) => forward);
+    assert.deepEqual(await steps(newest), [true, true, true], "the jump and two deltas");
+    assert.equal(await replica.digest(), replica.manifest?.digest);
+    const beside = await replica.at(newest - 1);
+    for (const model of [replica.model, beside.model]) {
+      assert.deepEqual(Object.fromEntries([...model].map(([name, { dtype }]) => [name, dtype])), dtypes);
+      assert.deepEqual(Object.fromEntries([...model].map(([name, { bits }]) => [name, bits.length])), counts);
+    }
+    for (const [name, text] of Object.entries(assets)) assert.equal(`${Buffer.from(replica.files.get(name) ?? [])}`, text);
+    for (const version of [newest - 1, newest - 2, 0]) assert.deepEqual(await steps(version), [false]);
+    const digests = new Set();
+    for (let version = 0; version <= newest; version++) {
+      if (version) assert.deepEqual(await steps(version), [true]);
+      assert.equal(await replica.digest(), replica.manifest?.digest);
+      digests.add(replica.manifest?.digest);
+    }
+    assert.equal(digests.size, newest + 1);
+  });
+}
 
 test("forged runs", options, async (t) => {
   const counts = { taken: 0, refused: 0 };

@@ -3,9 +3,10 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import test from "node:test";
-import { apply, decode, undo } from "../src/delta.js";
+import { apply, decode, DTYPES, undo } from "../src/delta.js";
 import { stateDigest } from "../src/digest.js";
-import { parse } from "../src/records.js";
+import { weightsOf } from "../src/preview.js";
+import { nameOf, parse } from "../src/records.js";
 
 const PAGE = readFileSync(new URL("../../docs/wire-format.md", import.meta.url), "utf8");
 
@@ -18,6 +19,68 @@ function example(name) {
 
 /** @param {string} digits */
 const unhex = (digits) => Uint8Array.from(digits.match(/[0-9a-f]{2}/g) ?? [], (pair) => parseInt(pair, 16));
+
+/**
+ * A safetensors file with a tensor w.
+ * @param {string} dtype
+ * @param {number[]} shape
+ * @param {Uint8Array} data
+ */
+function fileOf(dtype, shape, data) {
+  const header = new TextEncoder().encode(JSON.stringify({ w: { dtype, shape, data_offsets: [0, data.length] } }));
+  const length = new Uint8Array(new BigUint64Array([BigInt(header.length)]).buffer);
+  return new Uint8Array([...length, ...header, ...data]);
+}
+
+for (const part of example("words").split("\n\n")) {
+  const [, dtype, shape, digits, words, patterns, digest] =
+    /^w is (\w+) (\[.*?\]) .*\n +bytes +(.*)\n +words (\[.*?\]) +(.*)\n +digest +(\w+)$/.exec(part) ?? [];
+  test(`the words of ${dtype}`, async () => {
+    const model = weightsOf(fileOf(dtype, JSON.parse(shape), unhex(digits)));
+    const bits = patterns.split(" ").map((one) => parseInt(one, 16));
+    assert.deepEqual([...model], [["w", { dtype, shape: JSON.parse(words), bits: Uint16Array.from(bits) }]]);
+    assert.equal(await stateDigest([["w", Uint16Array.from(bits)]]), digest);
+  });
+}
+
+test("the page's table of dtypes is what is read", () => {
+  const rows = [...PAGE.matchAll(/^\| (`[A-Z0-9`, ]+`) \| ([0-9]) \| .* \| `(.*)` \|$/gm)];
+  const listed = rows.flatMap(([, dtypes, size, shape]) => dtypes.split(", ").map((name) => [name.slice(1, -1), Number(size), shape]));
+  assert.deepEqual(Object.fromEntries(listed.map(([dtype, size]) => [dtype, size])), DTYPES);
+  for (const [dtype, size, shape] of /** @type {[string, number, string][]} */ (listed)) {
+    const tensor = weightsOf(fileOf(dtype, [3, 4], new Uint8Array(12 * size))).get("w");
+    assert.deepEqual(tensor?.shape, JSON.parse(shape), dtype);
+    assert.equal(tensor?.bits.length, tensor?.shape.reduce((all, side) => all * side));
+  }
+  assert.throws(() => weightsOf(fileOf("F8_E4M3", [3], new Uint8Array(3))), /tensor "w" has the dtype "F8_E4M3", which no version has/);
+});
+
+test("an element of one byte stays one, forward and back", () => {
+  for (const [dtype, old, above] of /** @type {[string, number[], number[]][]} */ ([
+    ["U8", [250, 3], [4, 249]], ["I8", [250, 3], [4, 249]], ["BOOL", [1, 0], [11, 246]], ["BF16", [65530, 3], [4, 65529]],
+  ])) {
+    const model = new Map([["w", { dtype, shape: [2], bits: Uint16Array.from(old) }]]);
+    const patches = [{ name: "w", places: Uint32Array.of(0, 1), steps: Uint16Array.of(10, 65526) }];
+    apply(model, patches);
+    assert.deepEqual([...(model.get("w")?.bits ?? [])], above, dtype);
+    undo(model, patches);
+    assert.deepEqual([...(model.get("w")?.bits ?? [])], old, dtype);
+  }
+});
+
+test("the name of an anchor's file is its path in the checkpoint's folder", () => {
+  const folder = "runs/demo/anchors/00000000.t1-5ad0b5d1";
+  for (const [key, name] of [
+    [`${folder}/config.json`, "config.json"],
+    [`${folder}/additional_chat_templates/tool_use.jinja`, "additional_chat_templates/tool_use.jinja"],
+    [`${folder}/a/anchors/b`, "a/anchors/b"],
+    ["runs/anchors/deltas/00000001.t1-5ad0b5d1.safetensors", "00000001.t1-5ad0b5d1.safetensors"],
+    ["runs/demo/state/anchors/b/c", "c"],
+    ["runs/demo/anchors/b", "b"],
+  ]) {
+    assert.equal(nameOf({ key, size: 0, sha256: "" }), name);
+  }
+});
 
 test("HEAD and its seal", async () => {
   const wrapped = example("head").replace(/\n  /g, "\n").split("\nits seal")[0];
@@ -57,7 +120,7 @@ for (const [place, old] of /** @type {[string, (mode: string) => number[]][]} */
     const [, mode, shape] = /^(\w+): w has shape (\[[\d, ]+\])/.exec(part) ?? [];
     test(`the example of ${mode}`, async () => {
       const bits = Uint16Array.from(old(mode));
-      const model = new Map([["w", { shape: JSON.parse(shape), bits }]]);
+      const model = new Map([["w", { dtype: "BF16", shape: JSON.parse(shape), bits }]]);
       const delta = await decode(file(part), model);
       const [{ places, steps }] = delta.patches;
       const shown = listed(part.split("the file,")[0].replace(/\n  /g, ""));

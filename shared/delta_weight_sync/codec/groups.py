@@ -315,11 +315,16 @@ def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Mode) -> Iterator[tu
     Consecutive tensors that take the fewest bytes in the same mode form a group. A tensor with few changes is
     always coded in the mode that the argument `sparse` names.
     """
+
+    def words(name: str) -> Bits:
+        """The old bits; of a mapped tensor whose elements have one byte, they come as uint8."""
+        return old(name).astype(np.uint16, copy=False)
+
     members: list[Patch] = []
     mode, elements = sparse, 0
     for patch in patches:
         others = _other_modes(patch)
-        best = _smallest([sparse, *others], patch, old) if others else sparse
+        best = _smallest([sparse, *others], patch, words) if others else sparse
         if members and (best != mode or elements >= GROUP_ELEMENTS):
             yield mode, members, read_old(mode, [p.name for p in members], old).__getitem__
             members, elements = [], 0

@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from delta_weight_sync.checkout import RECORD
 from delta_weight_sync.checkpoint import (
     CONVERT,
     DTYPES,
@@ -59,19 +60,11 @@ _WEIGHTS: Final = (
     *("original/*", "onnx/*", "coreml/*", "openvino/*", "runs/*", "checkpoint-*/*", "global_step*/*"),
 )
 _LEFT_OUT: Final = (
-    *_WEIGHTS,
-    "*.index.json",
-    "trainer_state.json",
-    "*.md",
-    "*.png",
-    "*.jpg",
-    "*.pdf",
-    ".*",
-    "*/.*",
+    *(*_WEIGHTS, "*.index.json", "trainer_state.json", "*.md", "*.png", "*.jpg", "*.pdf", ".*", "*/.*"),
+    *("hf_quant_config.json", "quant_config.json", "quantize_config.json", RECORD),
 )
-_KEY: Final = re.compile(
-    r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*"
-)  # what a key may end with
+_QUANTIZATION: Final = {"quantization_config", "compression_config"}  # fields of a config
+_KEY: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")  # a key's end
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -143,6 +136,11 @@ class Plan:
         """The tensor `name` of a version; `trained` is the dtype that the trainer has it in."""
         dtype = self._dtype(name, trained)
         return Target(name, dtype, Spec(dtype, shape).words, view)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor that comes from this tensor of the trainer."""
+        names = [view.name for view in self.names.views.get(name, ())] or [name]
+        return not self.stored or any(each in self.stored for each in names)
 
     def joined(self, name: str) -> Joined | None:
         """The tensors that are computed from a tensor of the trainer and others."""
@@ -232,9 +230,25 @@ class Base:
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         names = find_names(self.folder if model is None else model, shapes)
         if not names.views and self._flag_ties():
-            names = replace(names, tied={_HEAD: "the embedding"})
-        unknown = any(spec.dtype not in DTYPES for spec in self._specs.values())
-        return Plan(self.name, self._specs, names, quantized=unknown or "quantization_config" in self._config)
+            names = replace(names, tied={_HEAD: "the embedding"}, head=_HEAD)
+        tied = {name: source for name, source in names.tied.items() if not self._differ(name, source)}
+        packed = any(spec.dtype not in DTYPES for spec in self._specs.values())
+        quantized = packed or any(part.keys() & _QUANTIZATION for part in self._parts())
+        return Plan(self.name, self._specs, replace(names, tied=tied), quantized=quantized)
+
+    def _parts(self) -> list[dict[str, Any]]:
+        """The config and the configs in it."""
+        return [self._config, *(part for part in self._config.values() if isinstance(part, dict))]
+
+    def _differ(self, name: str, source: str) -> bool:
+        """Whether the checkpoint has two tensors with different values. Then `from_pretrained` does not tie
+        them, whatever the config says."""
+        specs = self._specs
+        if self.checkpoint is None or name not in specs or source not in specs:
+            return False
+        if specs[name] != specs[source]:
+            return True
+        return not np.array_equal(self.checkpoint.read(name), self.checkpoint.read(source))
 
     def _flag_ties(self) -> bool:
         """Whether the config says that the head is the embedding, for a model unknown to transformers."""
@@ -273,23 +287,28 @@ class Base:
                 raise self._other_shape(name, spec.shape, self._specs[name].shape)
         missing = self._specs.keys() - trained.keys() - tied.keys()
         strange = trained.keys() - self._specs.keys()
+        lost = {*plan.names.loaded} - plan.names.buffers - trained.keys() - self._specs.keys()
         if plan.quantized:
-            missing, strange = self._dequantized(plan, missing), strange - plan.names.stored
+            missing, strange = self._dequantized(plan, missing, lost), strange - plan.names.loaded
         if strange:
             raise self._unknown(min(strange), missing)
         shapes = {spec.shape for spec in trained.values()}
         if not plan.names.views and _HEAD in missing and self._specs[_HEAD].shape in shapes:
             # Nothing says whether the policy uses a trained tensor as its head.
             raise self._error(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
+        if lost:
+            raise self._error(
+                f"{min(lost)} is neither in {self.name} nor published",
+                "publish every parameter that the checkpoint does not have",
+            )
         if missing:
             self._require_same_model(trained, owned, bits)
-            buffers = sorted(missing & plan.names.buffers)
-            shown = [*buffers, *sorted(missing - plan.names.buffers)]
+            shown = sorted(missing, key=lambda name: (name not in plan.names.buffers, name))  # buffers first
             few = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
             _log.warning(
-                "%d untrained tensors were taken from %s (%s), %d of them buffers; if training changes one of"
-                " them, publish the model itself, `publish(model)`: `named_parameters()` has no buffers",
-                *(len(missing), self.name, few, len(buffers)),
+                "%d untrained tensors were taken from %s (%s); if training changes one of them, such as a"
+                " buffer, which `named_parameters()` lacks, publish the model itself: `publish(model)`",
+                *(len(missing), self.name, few),
             )
         main = _half(plan, trained)
         for name in self._specs:  # in the checkpoint's order
@@ -321,15 +340,23 @@ class Base:
                     " checkpoint a folder of its own"
                 )
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, folder / name)
+            if path.suffix == ".json" and not self._code and (without := _without_code(path)):
+                if name != "config.json":
+                    _log.warning(
+                        "%s of versions has no auto_map; for its code, set trust_remote_code=True", name
+                    )
+                (folder / name).write_text(without)
+            else:
+                shutil.copyfile(path, folder / name)
         config = json.loads(json.dumps(self._config))
         for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+            for key in _QUANTIZATION:
+                part.pop(key, None)
             if part is config or {"dtype", "torch_dtype"} & part.keys():
                 part.pop("torch_dtype", None)
                 part["dtype"] = DTYPES[_half(plan, version)][0]
-            if plan.names.tied.keys() & version.keys() and (part is config or "tie_word_embeddings" in part):
+            if plan.names.head in version and (part is config or "tie_word_embeddings" in part):
                 part["tie_word_embeddings"] = False  # the trainer's model has a head of its own
-        config.pop("quantization_config", None)
         if not self._code:
             config.pop("auto_map", None)
         (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -353,14 +380,18 @@ class Base:
             *(self.name, kind),
         )
 
-    def _dequantized(self, plan: Plan, missing: set[str]) -> set[str]:
-        """Return those of the `missing` tensors that the dequantized model has, too."""
-        wanted = plan.names.stored
+    def _dequantized(self, plan: Plan, missing: set[str], lost: set[str]) -> set[str]:
+        """Return those of the `missing` tensors that the dequantized model has, too.
+
+        `lost`: parameters that are neither published nor in the checkpoint under their own names.
+        """
+        wanted = plan.names.loaded
         packed = [
             n
             for n in missing & wanted
             if self._specs[n].dtype not in DTYPES or self._specs[n].dtype in _PACKED
         ]
+        packed += lost
         if packed or not wanted:
             which = f"{min(packed)} was not published, and " if packed else ""
             raise CheckpointError(f"{which}{self.name} is quantized: {UNQUANTIZED}, and give FOLDER as base")
@@ -396,7 +427,7 @@ class Base:
     def _other_shape(self, name: str, now: tuple[int, ...], then: tuple[int, ...]) -> CheckpointError:
         fix = ""
         if len(now) > 1 and now[1:] == then[1:] and any(part in name for part in ("emb", "head", "wte")):
-            fix = "if you resized the vocabulary, save the resized model and its tokenizer, and give that as base"
+            fix = "if you resized the vocabulary, save the resized model and tokenizer, and give that as base"
         return self._error(f"{name} has shape {now}, but {then} in {self.name}", fix)
 
     def _error(self, why: str, fix: str = "") -> CheckpointError:
@@ -414,6 +445,15 @@ def find_names(source: Any, stored: Shapes) -> Names:
     found = [names_of(model, stored) for model in models_of(source)] or [Names()]
     views = {name: made for names in reversed(found) for name, made in names.views.items()}
     return replace(found[0], views=views)
+
+
+def _without_code(path: Path) -> str:
+    """The content of a JSON file without its `auto_map`, which names Python files; "" if it has none."""
+    with suppress(ValueError):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and content.pop("auto_map", None):
+            return json.dumps(content, indent=2)
+    return ""
 
 
 def main_dtype(specs: Specs) -> str:
@@ -465,10 +505,12 @@ def _require_no_foreign(model: str) -> None:
     """Raise `CheckpointError` if a model on the Hub has weights, but none in safetensors."""
     from huggingface_hub import HfApi
 
+    names = list[str]()
     with suppress(OSError):  # offline: only the cache is known, which has no weights
-        for name in HfApi().list_repo_files(model):
-            if any(fnmatch.fnmatch(name, pattern) for pattern in FOREIGN):
-                raise CheckpointError(f"{model} has its weights in {name}: {CONVERT}")
+        names = HfApi().list_repo_files(model)
+    for name in names:
+        if any(fnmatch.fnmatch(name, pattern) for pattern in FOREIGN):
+            raise CheckpointError(f"{model} has its weights in {name}: {CONVERT}")
 
 
 def _has_weights(folder: Path) -> bool:

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,25 +84,22 @@ class Names:
     Attributes:
         views: Parameter -> the tensors that are views of it.
         joined: The tensors that are no views.
-        tied: Tensors that the checkpoint need not have, because the model ties them to another. Maps each to
-            the other.
+        loaded: All tensors that the model loads from the checkpoint.
+        tied: Tensors that are tied to another. Maps each to the other.
+        head: The tensor that gives the logits, if it has a name of its own.
         buffers: Tensors of the checkpoint that are buffers of the model.
         float32: Tensors of the checkpoint that the model keeps in float32, whatever dtype it is loaded in.
-        reverse: What transformers needs to reverse the conversions of this model.
+        reverse: The conversions of this model that are to be reversed.
     """
 
     views: dict[str, tuple[View, ...]] = field(default_factory=dict)
     joined: tuple[Joined, ...] = ()
+    loaded: frozenset[str] = frozenset()
     tied: dict[str, str] = field(default_factory=dict)
+    head: str = ""
     buffers: frozenset[str] = frozenset()
     float32: frozenset[str] = frozenset()
-    reverse: Any = None
-
-    @property
-    def stored(self) -> set[str]:
-        """The names of all tensors that the model loads from the checkpoint."""
-        views = (view.name for made in self.views.values() for view in made)
-        return {*views, *(name for joined in self.joined for name in joined.names)} - self.tied.keys()
+    reverse: _Reversal | None = None
 
     def compute(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Compute the tensors of one `Joined` from its whole parameters."""
@@ -134,13 +130,20 @@ def names_of(model: Any, stored: Shapes) -> Names:
         else:
             sources.setdefault(parameters, []).append(name)
     named = {source: [view.name for view in made] for source, made in views.items()}
+    both = ((target, source) for target, source in ties.items() if target in named and source in named)
+    tied = {named[target][0]: named[source][0] for target, source in both}
+    found_names = [name for names in named.values() for name in names] + [
+        n for ns in sources.values() for n in ns
+    ]
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     wide = [name for name in views if any(module in name for module in strict)]
     return Names(
         {source: tuple(made) for source, made in views.items()},
         tuple(Joined(parameters, tuple(names)) for parameters, names in sources.items()),
-        {tied: named[source][0] for target, source in ties.items() for tied in named.get(target, ())},
+        frozenset(found_names) - tied.keys(),
+        tied,
+        next(iter(named.get(_head(model, state, ties), ())), ""),
         frozenset(name for source in views.keys() - trained for name in named[source]),
         frozenset(name for source in wide for name in named[source]),
         reverse,
@@ -179,19 +182,41 @@ def models_of(folder: Path) -> Iterator[Any]:
 
 
 def _ties(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names whose tensor has an earlier name, too, or is tied to another by the class: {second: first}."""
+    """Names whose tensor has another name, too: {name: the other}. Without memory, the model's class says it."""
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    if any(tensor.is_meta for tensor in state.values()):
+        return ties
+    ties = {name: source for name, source in ties.items() if state.get(name) is state.get(source)}
     first: dict[int, str] = {}
     for name, tensor in state.items():
         if name not in ties and first.setdefault(id(tensor), name) != name:
             ties[name] = first[id(tensor)]
-    if not any(tensor.is_meta for tensor in state.values()):  # in a live model, only what it shares is tied
-        ties = {name: source for name, source in ties.items() if state.get(name) is state.get(source)}
     return ties
 
 
-def _reverse(model: Any, probes: Mapping[str, torch.Tensor], stored: Shapes) -> Any:
-    """Return what `revert_weight_conversion` takes as the model; None if nothing is to be reversed.
+def _head(model: Any, state: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> str:
+    """The name of the parameter that gives the logits; "" if there is none."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    names = [name for name, tensor in state.items() if tensor is getattr(head, "weight", None)]
+    return next(iter([name for name in names if name in ties] or names), "")
+
+
+@dataclass(frozen=True)
+class _Reversal:
+    """Stands for a model in transformers' `revert_weight_conversion`, which reads these attributes."""
+
+    _weight_conversions: list[Any]
+    config: Any
+    shapes: Shapes
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """A tensor of the checkpoint, without memory. Some models take a stack as it is or transposed, and
+        look here for the shape that their checkpoint has."""
+        return torch.empty(self.shapes[name], device="meta")
+
+
+def _reverse(model: Any, probes: Mapping[str, torch.Tensor], stored: Shapes) -> _Reversal | None:
+    """Return the conversions of this model that are to be reversed; None if there are none.
 
     `save_pretrained` calls this function, and PEFT relies on it. Releases of transformers before 5 lack it:
     there, the names of parameters are those of the checkpoint.
@@ -210,10 +235,11 @@ def _reverse(model: Any, probes: Mapping[str, torch.Tensor], stored: Shapes) -> 
         for name in sorted(stored):  # each conversion notes whether it matched
             rename_source_key(name, renamings, converters, model.base_model_prefix, dict(probes))
         used = [each for each in used if each.was_used()]
-    return SimpleNamespace(_weight_conversions=used, config=model.config) if used else None
+    shapes = {name: tuple(probe.shape) for name, probe in probes.items()} | dict(stored)
+    return _Reversal(used, model.config, shapes) if used else None
 
 
-def _revert(reverse: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _revert(reverse: _Reversal | None, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     if reverse is None:
         return tensors
     from transformers.core_model_loading import revert_weight_conversion

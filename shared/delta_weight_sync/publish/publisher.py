@@ -413,19 +413,13 @@ class Publisher:
         """Yield the trainer's tensors. The first time, log at the end which of them are rounded from float32,
         unless the trainer keeps all weights in float32, as masters."""
         names, rounded, some_are_half = set[str](), list[str](), False
-        parameters: set[str] | None = None
-        if isinstance(weights, torch.nn.Module):
-            parameters = {_PREFIX.sub("", name) for name, _ in weights.named_parameters()}
-        for name, tensor in checkpoint_weights(weights):
+        for name, tensor in checkpoint_weights(weights, plan):
             if name in names:
                 raise errors.CodecError(f"parameter {name} comes twice: publish `model.named_parameters()`")
             if PEFT.search(name):
                 raise errors.ConfigError(f"{name} is PEFT's name of a parameter: {MERGED}")
             names.add(name)
             targets = () if plan.joined(name) else plan.targets(name, tensor)
-            is_buffer = parameters is not None and name not in parameters
-            if is_buffer and plan.stored and not any(target.name in plan.stored for target in targets):
-                continue  # the checkpoint does not have this buffer
             if not self._checked:
                 some_are_half |= dtype_of(tensor) in HALF
                 rounded += [t.name for t in targets if tensor.dtype == torch.float32 and t.dtype in HALF]
@@ -484,18 +478,18 @@ class Publisher:
             self._resources = stack.pop_all()
 
 
-def checkpoint_weights(weights: Model) -> Weights:
+def checkpoint_weights(weights: Model, plan: Plan | None = None) -> Weights:
     """Yield each weight once, without the prefixes that torch.compile, DDP, FSDP and others add to its name.
 
-    A model gives its parameters, and those of its buffers that a checkpoint has. In a mapping such as
-    `model.state_dict()`, tied weights are one tensor of two names; the first is used.
+    A model gives its parameters, and those of its persistent buffers that the checkpoint of `plan` has. In a
+    mapping such as `model.state_dict()`, tied weights are one tensor of two names; the first is used.
 
     Raises:
         CodecError: A tensor has no memory that can be read.
         ConfigError: A name begins with PEFT's `base_model.model`.
     """
     kept, seen = isinstance(weights, Mapping | ItemsView), set[tuple[object, ...]]()
-    for name, tensor in _items(weights):
+    for name, tensor in _items(weights, plan):
         plain = _PREFIX.sub("", name)
         if plain.startswith("base_model.model."):
             raise errors.ConfigError(
@@ -511,15 +505,17 @@ def checkpoint_weights(weights: Model) -> Weights:
         yield plain, tensor
 
 
-def _items(weights: Model) -> Weights:
+def _items(weights: Model, plan: Plan | None) -> Weights:
     if isinstance(weights, Mapping):
         yield from weights.items()
     elif isinstance(weights, torch.nn.Module):
         yield from weights.named_parameters()
         for path, module in weights.named_modules():
             for key, buffer in module._buffers.items():
-                if buffer is not None and key not in module._non_persistent_buffers_set:
-                    yield f"{path}.{key}".lstrip("."), buffer
+                name = f"{path}.{key}".lstrip(".")
+                lacking = plan is not None and not plan.has(_PREFIX.sub("", name))
+                if buffer is not None and key not in module._non_persistent_buffers_set and not lacking:
+                    yield name, buffer
     else:
         yield from weights
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from delta_weight_sync.checkpoint import dtype_of
 from delta_weight_sync.errors import CodecError
@@ -24,16 +25,26 @@ def require_readable(name: str, tensor: Any) -> None:
         raise _error(
             name, f"is a {type(tensor).__name__}, not a tensor", "publish `model.named_parameters()`"
         )
-    held = _local(tensor) if isinstance(tensor, DTensor) else tensor
+    try:
+        _require_plain(name, tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+        if not tensor.numel():
+            fix = "gather partitioned parameters before you publish (`deepspeed.zero.GatheredParameters`)"
+            raise _error(name, f"has no elements, shape {list(tensor.shape)}", fix)
+    except CodecError:
+        raise
+    except Exception as error:  # a tensor of an unusual kind may refuse any question
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        kind = type(tensor).__name__
+        raise _error(name, f"is a {kind} that cannot be read ({line})", "publish plain tensors") from error
+
+
+def _require_plain(name: str, held: torch.Tensor) -> None:
+    """The checks of this rank's part of a tensor."""
     kind, dtype = type(held), str(held.dtype).removeprefix("torch.")
-    if held.is_meta or isinstance(held, torch.nn.parameter.UninitializedParameter):
+    if isinstance(held, UninitializedTensorMixin) or held.is_meta:
         raise _error(name, "is on the meta device, without values", "load the parameter before you publish")
-    if (
-        hasattr(held, "quant_state")
-        or hasattr(held, "SCB")
-        or held.is_quantized
-        or hasattr(kind, "__tensor_flatten__")
-    ):
+    packed = hasattr(held, "quant_state") or hasattr(held, "SCB") or held.is_quantized
+    if packed or hasattr(kind, "__tensor_flatten__"):
         raise _error(name, f"is quantized ({kind.__name__}, {dtype})", _UNQUANTIZED)
     if kind.__torch_dispatch__ is not _PLAIN:
         raise _error(name, f"is a {kind.__name__}, which has no plain memory", "publish plain tensors")
@@ -41,36 +52,25 @@ def require_readable(name: str, tensor: Any) -> None:
         layout = "nested" if held.is_nested else str(held.layout).removeprefix("torch.")
         raise _error(name, f"has the layout {layout}", "publish a dense tensor, such as `tensor.to_dense()`")
     if held.is_complex():
-        raise _error(
-            name, f"is complex ({dtype})", "publish `torch.view_as_real` of it, under the checkpoint's name"
-        )
-    if held.is_conj() or held.is_neg():
+        fix = "publish `torch.view_as_real` of it, under the checkpoint's name"
+        raise _error(name, f"is complex ({dtype})", fix)
+    if held.is_neg():
         raise _error(name, "is a lazy view, whose memory has other values", "publish `tensor.resolve_neg()`")
     if not dtype_of(held):
         raise _error(name, f"is quantized ({dtype})", _UNQUANTIZED)
     if held.device.type not in _DEVICES:
         fix = "publish copies on the host, as in `((name, p.cpu()) for name, p in model.named_parameters())`"
         raise _error(name, f"is on the device {held.device}, which the comparison cannot read", fix)
-    if not tensor.numel():
-        fix = "gather partitioned parameters before you publish (`deepspeed.zero.GatheredParameters`)"
-        raise _error(name, f"has no elements, shape {list(tensor.shape)}", fix)
     if held.numel():
         last = sum((size - 1) * step for size, step in zip(held.shape, held.stride(), strict=True))
         end = (held.storage_offset() + last + 1) * held.element_size()
         storage = held.untyped_storage()
         if storage.data_ptr() == 0 or storage.nbytes() < end:
-            raise _error(
-                name,
-                "has no memory: it was freed or moved",
-                "load or gather it before you publish (with FSDP1, in `FSDP.summon_full_params(model)`)",
-            )
+            fix = "load or gather it before you publish (with FSDP1, in `FSDP.summon_full_params(model)`)"
+            raise _error(name, "has no memory: it was freed or moved", fix)
 
 
 _UNQUANTIZED = "load the model in bf16, or merge and dequantize it, before you publish"
-
-
-def _local(tensor: DTensor) -> torch.Tensor:
-    return tensor._local_tensor
 
 
 def _error(name: str, why: str, fix: str) -> CodecError:

@@ -3,10 +3,11 @@
 Sums are float32, and results are rounded once, to nearest. (Without AVX-512, vLLM's own kernel truncates.)
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from delta_weight_sync.codec._lanes import pointer
 from delta_weight_sync.util import kernel
@@ -25,7 +26,7 @@ def _rounded(value: Any) -> Any:
 
 
 # Sums may be reordered: otherwise the compiler could not use vector instructions.
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+@partial(kernel, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 def normalize(
     addresses: tuple[int, int, int, int], shape: tuple[int, int, int, int, int], epsilon: float
 ) -> None:

@@ -378,8 +378,8 @@ class DeltaWorker:
             spec = loaded.specs.get(name)
             if spec is None or checkpoint.words_shape(dtype, spec.shape) != tuple(shapes[name]):
                 raise errors.RouteError(
-                    f"{name}: {reason}, and the checkpoint that vLLM loaded has no such tensor: start vLLM with"
-                    " the run's own model, which `delta-weight-sync checkout` writes"
+                    f"{name}: {reason}, and the checkpoint that vLLM loaded has no such tensor: start vLLM"
+                    " with the run's own model, which `delta-weight-sync checkout` writes"
                 )
             kept[name] = loaded.read(name, dtype)
         return kept

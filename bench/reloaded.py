@@ -1,0 +1,85 @@
+"""What vLLM's own ways to load new weights into a live model leave, against a fresh load of these weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+from bench.published import same
+from delta_weight_sync.vllm import routes
+
+
+Load = Callable[[Any, Path], None]
+
+
+class Difference(NamedTuple):
+    """How many tensors differ, how many of their elements, and the name of the first tensor."""
+
+    tensors: int = 0
+    elements: int = 0
+    first: str = ""
+
+
+def reload(live: Any, folder: Path) -> None:
+    """What `collective_rpc("reload_weights")` does on a worker with the checkpoint in `folder`."""
+    with set_current_vllm_config(live.config):
+        reload_weights(live.config, live.model, None, str(folder), is_checkpoint_format=True)
+
+
+def load_weights(live: Any, folder: Path) -> None:
+    """`model.load_weights` on the live model, which several trainers call."""
+    live.config.model_config.model = str(folder)
+    loader = get_model_loader(live.config.load_config)
+    with set_current_vllm_config(live.config):
+        live.model.load_weights(loader.get_all_weights(live.config.model_config, live.model))
+
+
+def compare(one: torch.nn.Module, other: torch.nn.Module) -> Difference:
+    """Compare all floating-point tensors of two models bit by bit, and what their linear layers compute.
+
+    What only one of them has is left over from its construction: learning would have refused it.
+    """
+    mine, others = (dict(routes.floating(model)) | dict(_computed(model)) for model in (one, other))
+    both = [(name, mine[name], others[name]) for name in mine if name in others]
+    different = [(name, *pair) for name, *pair in both if not same(*pair)]
+    elements = sum(_different_elements(*pair) for _, *pair in different)
+    return Difference(len(different), elements, different[0][0]) if different else Difference()
+
+
+def result(load: Load, live: Any, folders: Sequence[Path], fresh: Any) -> Difference | str:
+    """Load checkpoints into `live`, one after the other. Return how it then differs from `fresh`, or the first
+    line of the error."""
+    try:
+        for folder in folders:
+            load(live, folder)
+        return compare(live.model, fresh.model)
+    except Exception as error:  # noqa: BLE001 - vLLM's code may raise anything; it is the result
+        return ": ".join([type(error).__name__, *f"{error}".splitlines()[:1]])
+
+
+def _computed(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weight of each linear layer, as the layer multiplies by it.
+
+    vLLM's CPU backend may pack the weight into an object that is no tensor, and drop the weight.
+    """
+    for name, layer in model.named_modules():
+        size = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
+        if size and hasattr(layer, "cpu_linear"):
+            yield f"{name} (computed)", layer.cpu_linear(torch.eye(size, dtype=layer.weight.dtype), layer.weight, None)
+
+
+def _different_elements(one: torch.Tensor, other: torch.Tensor) -> int:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return max(one.numel(), other.numel())
+    size = one.element_size()
+    mine, others = (t.detach().contiguous().view(-1).view(torch.uint8).view(-1, size) for t in (one, other))
+    return int((mine != others).any(1).sum())
+
+
+LOADS: tuple[Load, ...] = (reload, load_weights)
