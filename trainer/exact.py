@@ -9,7 +9,7 @@ import copy
 import queue
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,14 @@ from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.packing import TreeRow
 
-from delta_weight_sync import Publisher
+from delta_weight_sync import CodecError, Publisher
 from delta_weight_sync.publish.undo import UndoLog, bf16_bits
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
 from trainer.rollouts import TracedSample
 
 LogProbs = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Views = Callable[[torch.nn.Module], dict[str, torch.Tensor]]
 
 
 class PastPolicy:
@@ -44,10 +45,15 @@ class PastPolicy:
         self.sync = -1
         self.written = 0  # number of weights that all calls of `roll` wrote
 
-    def begin(self, policy: torch.nn.Module, log: UndoLog) -> None:
-        """Copy the weights of `policy`, which were just published as the only sync in `log`."""
+    def begin(self, policy: torch.nn.Module, log: UndoLog, views: Views | None = None) -> None:
+        """Copy the weights of `policy`, which were just published as the only sync in `log`.
+
+        `views` returns a model's tensors by the names in `log`; by default, these are the model's own names.
+        """
         for name, weights in live_weights(policy):
             self._weights[name].copy_(weights.detach().to(torch.bfloat16))
+        if views:
+            self._weights = views(self._model)
         self.log, (self.sync,) = log, log.syncs
 
     def keep_up(self) -> None:
@@ -117,7 +123,11 @@ class ExactSamples(TrainerCallback):
 
     def on_train_begin(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
         # A sample may be `max_staleness` syncs old. Keep one more, because the next sync drops the oldest.
-        self._past.begin(self._trainer.model, self._publisher.keep_undo_log(args.max_staleness + 1))
+        log = self._publisher.keep_undo_log(args.max_staleness + 1)
+        try:
+            self._past.begin(self._trainer.model, log, self._publisher.views)
+        except CodecError as error:
+            raise SystemExit(f"--exact_old_policy: {error}: leave the option out for this model") from error
 
     def on_step_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
         self._past.keep_up()

@@ -14,7 +14,7 @@ from delta_weight_sync import Publisher
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.resume.contents import put_random_state, take_random_state
-from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress, live_weights
+from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
 
 
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
@@ -42,8 +42,7 @@ class Restore(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._publisher.resumed_from:
-            weights = live_weights(kwargs["model"])
-            self._publisher.restore(weights, kwargs["optimizer"], schedule=kwargs["lr_scheduler"])
+            self._publisher.restore(kwargs["model"], kwargs["optimizer"], schedule=kwargs["lr_scheduler"])
             self._random_state = take_random_state()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -109,5 +108,5 @@ class SaveState(TrainerCallback):
         if self._synced and self._syncs:
             live, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": live.lr_scheduler}
-            if self._publisher.save_state(live_weights(live.model), live.optimizer, **state):
+            if self._publisher.save_state(live.model, live.optimizer, **state):
                 self._syncs = 0

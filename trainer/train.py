@@ -26,7 +26,8 @@ from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher, gpu_build
-from delta_weight_sync.publish.sharding import Peers, Weights
+from delta_weight_sync.publish.publisher import Model
+from delta_weight_sync.publish.sharding import Peers
 from delta_weight_sync.runlog import DoneEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
@@ -147,7 +148,7 @@ def make_trainer(
 ) -> "PolicyTrainer":
     """Build the trainer. It publishes at each sync, and continues from `progress` when training begins."""
 
-    def on_sync(weights: Weights, number: int) -> None:
+    def on_sync(weights: Model, number: int) -> None:
         publisher.publish(weights, number)
         # On a CPU, the next step would take a core and the interpreter from the thread that publishes, which
         # would then need twice as long. So let that thread finish first, unless the bucket is slow.

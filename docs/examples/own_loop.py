@@ -31,18 +31,18 @@ def main(policy: str, url: str, steps: int = 5) -> None:
     tokens = torch.randint(model.config.vocab_size, (4, 32))
 
     with Publisher(url, base=policy) as publisher:
-        done = publisher.restore(model.named_parameters(), optimizer)
+        done = publisher.restore(model, optimizer)
         if done is None:  # the run begins
             done = {"step": 0}
-            publisher.publish(model.named_parameters(), step=0)
-            publisher.save_state(model.named_parameters(), optimizer, extra=done)
+            publisher.publish(model, step=0)
+            publisher.save_state(model, optimizer, extra=done)
         for step in range(done["step"] + 1, int(steps) + 1):
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            publisher.publish(model.named_parameters(), step)
+            publisher.publish(model, step)
             end = step == int(steps)  # before the end, a state is saved every few minutes
-            publisher.save_state(model.named_parameters(), optimizer, extra={"step": step}, final=end)
+            publisher.save_state(model, optimizer, extra={"step": step}, final=end)
         newest = publisher.flush()
         print(f"version {newest.version}: {newest.changed} of {newest.total} weights changed")
 

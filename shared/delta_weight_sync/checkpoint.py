@@ -144,7 +144,8 @@ class Checkpoint:
 
     The index decides which file has which tensor; without an index, `model.safetensors` has them all, or else
     the only safetensors file of the folder. No other file counts: variants, stale shards and shards of
-    another model may lie in the folder.
+    another model may lie in the folder. A folder with an index and a `model.safetensors` that the index does
+    not name is refused, because transformers and vLLM would read different files.
 
     Attributes:
         specs: Dtype and shape of every tensor.
@@ -183,6 +184,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
             raise CheckpointError(
                 f"{INDEX} of {folder.name} is damaged ({error}): download it again"
             ) from error
+        if (folder / WEIGHTS).is_file() and WEIGHTS not in files.values():
+            raise CheckpointError(
+                f"{folder.name} has {WEIGHTS}, which transformers reads, and {INDEX}, which vLLM reads, and"
+                " the index does not name this file: remove what is not of this model"
+            )
         if lacking:
             raise CheckpointError(f"{INDEX} names {lacking[0]}, which {folder.name} lacks: download it again")
         return files

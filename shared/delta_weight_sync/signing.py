@@ -24,7 +24,7 @@ from delta_weight_sync.records import FORMAT, Sealed
 
 SIGNING_KEY: Final = "DELTA_WEIGHT_SYNC_SIGNING_KEY"
 PUBLIC_KEY: Final = "DELTA_WEIGHT_SYNC_PUBLIC_KEY"
-_SECRET, _PUBLIC = "ed25519_secret_", "ed25519_public_"
+SECRET, _PUBLIC = "ed25519_secret_", "ed25519_public_"
 Kind = TypeVar("Kind", bound=Sealed)
 
 
@@ -34,7 +34,7 @@ class SigningKey:
     def __init__(self, text: str) -> None:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-        self._key = Ed25519PrivateKey.from_private_bytes(_parsed(text, _SECRET, SIGNING_KEY))
+        self._key = Ed25519PrivateKey.from_private_bytes(_parsed(text, SECRET, SIGNING_KEY))
 
     @property
     def public(self) -> str:
@@ -119,7 +119,7 @@ def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | Non
     """
     environ = dict(os.environ)
     if signing_key is not None:
-        environ[SIGNING_KEY] = _word(signing_key, SIGNING_KEY, _SECRET)
+        environ[SIGNING_KEY] = _word(signing_key, SIGNING_KEY, SECRET)
     signing, trusted = keys_in(environ)
     if trusted and not signing:
         fix = f"set {SIGNING_KEY}, or unset {PUBLIC_KEY}"
@@ -149,7 +149,7 @@ def make_keys(file: Path) -> str:
 
 def new_pair() -> dict[str, str]:
     """A new pair of keys as the trainer's two variables. Readers get only the second."""
-    secret = _SECRET + secrets.token_hex(32)
+    secret = SECRET + secrets.token_hex(32)
     return {SIGNING_KEY: secret, PUBLIC_KEY: SigningKey(secret).public}
 
 

@@ -766,6 +766,21 @@ def test_a_followed_version_may_be_the_base_of_the_next_run(model, base):
     assert again.path == version.path, "the folder is found as it was left"
 
 
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_bucket_in_the_folder_of_the_base_is_no_part_of_it(restarts, model, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(RunWriter, "anchor_is_due", lambda self: True)
+    url = f"{(base / 'bucket').as_uri()}#run"
+    for _ in range(1 + restarts):
+        with Publisher(url, base=base) as publisher:
+            for _ in range(3):
+                publisher.publish(without(model))
+                publisher.flush()
+                assert publisher._outbox.shortcuts.idle(60)
+    manifest = open_run(url).manifest()
+    assert restarts == 0 or manifest.anchor.version > 3
+    assert {file.name for file in manifest.anchor.files} == {WEIGHTS, "config.json", "generation_config.json"}
+
+
 CODE = {
     "configuration_my.py": """
 from transformers import LlamaConfig

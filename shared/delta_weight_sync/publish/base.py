@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -46,6 +47,7 @@ from delta_weight_sync.checkpoint import (
 from delta_weight_sync.errors import CheckpointError
 from delta_weight_sync.publish.names import Joined, Names, View, models_of, names_of
 from delta_weight_sync.records import MAX_ASSETS
+from delta_weight_sync.signing import SECRET
 
 HALF: Final = ("BF16", "F16")
 MERGED: Final = "merge adapters, and publish the plain model, `model.merge_and_unload()`"
@@ -57,12 +59,15 @@ _PACKED: Final = ("U8", "I8", "I32")  # dtypes in which quantized checkpoints pa
 _WEIGHTS: Final = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz", "*.ot"),
     *("*.onnx", "*.onnx_data", "*.tflite", "*.mlmodel", "*.pkl"),
-    *("original/*", "onnx/*", "coreml/*", "openvino/*", "runs/*", "checkpoint-*/*", "global_step*/*"),
+    *("original/*", "onnx/*", "coreml/*", "openvino/*"),
 )
 _LEFT_OUT: Final = (
     *(*_WEIGHTS, "*.index.json", "trainer_state.json", "*.md", "*.png", "*.jpg", "*.pdf", ".*", "*/.*"),
     *("hf_quant_config.json", "quant_config.json", "quantize_config.json", RECORD),
 )
+# The subfolders that servers read. Others are no part of a checkpoint: perhaps a bucket, logs, other models.
+_FOLDERS: Final = ("additional_chat_templates/*", "[0-9]_*/*")
+_SMALL: Final = 1 << 16  # bytes; a larger file is no key
 _QUANTIZATION: Final = {"quantization_config", "compression_config"}  # fields of a config
 _KEY: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")  # a key's end
 _log = logging.getLogger("delta_weight_sync")
@@ -314,7 +319,8 @@ class Base:
         for name in self._specs:  # in the checkpoint's order
             if name in missing:
                 stored = self._specs[name].dtype
-                dtype = main if stored in FLOATS and not plan.is_kept(name) else stored
+                kept = plan.is_kept(name) or (stored == "F32" and name in plan.names.float32)
+                dtype = main if stored in FLOATS and not kept else stored
                 yield name, dtype, self.checkpoint.read(name, dtype)
 
     def write_files(self, folder: Path, plan: Plan, version: Specs) -> None:
@@ -324,10 +330,14 @@ class Base:
             CheckpointError: The checkpoint's folder has too many files.
         """
         copied = 0
-        for path in sorted(self.folder.rglob("*")):
+        found = [*self.folder.iterdir(), *chain.from_iterable(map(self.folder.glob, _FOLDERS))]
+        for path in sorted(found):
             name = path.relative_to(self.folder).as_posix()
             left_out = any(fnmatch.fnmatch(name, pattern) for pattern in _LEFT_OUT)
-            if not path.is_file() or left_out or (path.suffix == ".py" and not self._code):
+            if left_out or not path.is_file() or (path.suffix == ".py" and not self._code):
+                continue
+            if path.stat().st_size <= _SMALL and SECRET.encode() in path.read_bytes():
+                _log.warning("versions lack %s of %s, because it holds a secret key", name, self.name)
                 continue
             if not _KEY.fullmatch(name):
                 _log.warning(

@@ -123,6 +123,8 @@ def names_of(model: Any, stored: Shapes) -> Names:
         found = _revert(reverse, probes)
     views, sources = dict[str, list[View]](), dict[tuple[str, ...], list[str]]()
     for name, tensor in found.items():
+        if not tensor.numel():
+            continue
         parameters = origins.of(tensor)
         view = _view(_as_stored(name, model, stored), probes[parameters[0]], tensor)
         if _storage(probes[parameters[0]]) == _storage(tensor) and view:
@@ -182,7 +184,7 @@ def models_of(folder: Path) -> Iterator[Any]:
 
 
 def _ties(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names whose tensor has another name, too: {name: the other}. Without memory, the model's class says it."""
+    """Names whose tensor has another name, too: {name: the other}. Without memory, the class says it."""
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     if any(tensor.is_meta for tensor in state.values()):
         return ties

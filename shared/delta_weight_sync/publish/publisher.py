@@ -350,6 +350,26 @@ class Publisher:
         own += sum(tensor_digest(name, mirror.bits(name)) for name in mirror.shapes.keys() - names)
         return to_hex(sum(self._peers.exchange(own)))
 
+    def views(self, weights: Model) -> dict[str, torch.Tensor]:
+        """The tensors of a version, by their names there, as views of the trainer's tensors or of a copy.
+
+        `UndoLog.roll` takes them. Call this after a `publish`.
+
+        Raises:
+            CodecError: A tensor of the version is not a plain view, or is not held in bf16.
+        """
+        plan, found = self._planned(weights), dict[str, torch.Tensor]()
+        for name, tensor in checkpoint_weights(weights, plan):
+            if plan.joined(name):
+                raise errors.CodecError(
+                    f"{name} is only a part of a tensor of the checkpoint, and no view of it"
+                )
+            for target in plan.targets(name, tensor):
+                if target.dtype != "BF16":
+                    raise errors.CodecError(f"versions hold {target.name} in {target.dtype}, not in bf16")
+                found[target.name] = target.view.of(tensor.detach()) if target.view else tensor.detach()
+        return found
+
     def close(self) -> None:
         """Stop; syncs that were not flushed may be lost. Raises `BucketError` if writing the log failed, and
         `TimeoutError` if the upload of a state takes too long."""

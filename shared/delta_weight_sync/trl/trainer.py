@@ -17,7 +17,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 
-from delta_weight_sync.publish.publisher import checkpoint_weights
+from delta_weight_sync.publish.publisher import Model, checkpoint_weights
 
 Named = Iterable[tuple[str, torch.Tensor]]
 _IN_PLAY = 4096  # exceeds the number of prompts that TRL works on at the same time
@@ -71,20 +71,20 @@ class TrainedGroups(set[int]):
 
 
 class BucketGRPOTrainer(AsyncGRPOTrainer):
-    """Calls `on_sync` on every rank at each sync, with all parameters as that rank holds them.
+    """Calls `on_sync` on every rank at each sync, with the policy as that rank holds it.
 
     TRL itself skips frozen parameters, gathers sharded parameters, and calls `weight_transfer` only on the
     main rank. So this class overrides `_streaming_iter`. Remove this override once TRL hands each rank's
     parameters to `WeightTransferProtocol`. The class would then only resume.
 
     Args:
-        on_sync: Called with named parameters and the sync's number; the number is right only on rank 0.
+        on_sync: Called with what `weights` returns and the sync's number, which is right only on rank 0.
         resumed_from: The progress of an earlier trainer, from which training continues.
         **kwargs: Arguments of TRL's trainer.
     """
 
     def __init__(
-        self, *, on_sync: Callable[[Named, int], None], resumed_from: Progress | None = None, **kwargs: Any
+        self, *, on_sync: Callable[[Model, int], None], resumed_from: Progress | None = None, **kwargs: Any
     ) -> None:
         super().__init__(weight_transfer=object(), **kwargs)  # with any object, TRL makes no vLLM client
         self.weight_transfer = None  # now TRL iterates over `_streaming_iter` by itself, on every rank
@@ -117,12 +117,12 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
     def _load_from_checkpoint(self, *_: Any) -> None:
         """Load nothing: the weights come from the bucket."""
 
-    def weights(self) -> Named:
-        """Return every parameter of the policy, also frozen ones, under its checkpoint name. During a sync,
-        LoRA adapters are merged into the parameters."""
-        model = self.accelerator.unwrap_model(self.model)
+    def weights(self) -> Model:
+        """Return what to publish: the policy, with its buffers and frozen parameters; of a PEFT model, the
+        parameters of the base model, into which adapters are merged during a sync."""
+        model: torch.nn.Module = self.accelerator.unwrap_model(self.model)
         peft = async_grpo_trainer.is_peft_model(model)
-        return async_grpo_trainer._iter_vllm_named_params(model) if peft else live_weights(model)
+        return async_grpo_trainer._iter_vllm_named_params(model) if peft else model
 
     def _streaming_iter(self) -> Named:
         self._on_sync(self.weights(), self.model_version + 1)
