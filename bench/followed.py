@@ -51,8 +51,9 @@ class Report(NamedTuple):
         verdicts: For each of `WAYS`, what a replica makes of it.
         note: What is to be said of tensors without a route.
         patched: How a replica's model differs from a fresh load.
-        stock, unpacked: For each of `reloaded.LOADS`, how the model differs from a fresh load, or the error: in
-            vLLM's CPU build as it is, and with weights as they are loaded.
+        stock: For each of `reloaded.LOADS`, how the model differs from a fresh load, or the error, in vLLM's
+            CPU build as it is.
+        unpacked: The same with weights as they are loaded.
     """
 
     kind: str

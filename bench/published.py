@@ -55,7 +55,7 @@ class Run:
     Attributes:
         reader: Reads the run.
         newest: The folder of the second version, as `follow` writes it.
-        wrong: The first tensor that transformers loads otherwise than the trainer holds it; "" if there is none.
+        wrong: The first tensor that transformers loads otherwise than the trainer holds it; "" if none.
     """
 
     def __init__(self, way: Way, base: Path, folder: Path) -> None:

@@ -11,9 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from bench.published import same
 from delta_weight_sync.vllm import routes
-
 
 Load = Callable[[Any, Path], None]
 
@@ -43,18 +41,21 @@ def load_weights(live: Any, folder: Path) -> None:
 def compare(one: torch.nn.Module, other: torch.nn.Module) -> Difference:
     """Compare all floating-point tensors of two models bit by bit, and what their linear layers compute.
 
-    What only one of them has is left over from its construction: learning would have refused it.
+    What only one of them has is left over from its construction: learning would have refused it. Tensors without
+    memory are parts that are not served.
     """
     mine, others = (dict(routes.floating(model)) | dict(_computed(model)) for model in (one, other))
-    both = [(name, mine[name], others[name]) for name in mine if name in others]
-    different = [(name, *pair) for name, *pair in both if not same(*pair)]
-    elements = sum(_different_elements(*pair) for _, *pair in different)
-    return Difference(len(different), elements, different[0][0]) if different else Difference()
+    counts = {name: _different(tensor, others[name]) for name, tensor in mine.items() if name in others}
+    different = [name for name, count in counts.items() if count]
+    return Difference(len(different), sum(counts.values()), next(iter(different), ""))
 
 
 def result(load: Load, live: Any, folders: Sequence[Path], fresh: Any) -> Difference | str:
-    """Load checkpoints into `live`, one after the other. Return how it then differs from `fresh`, or the first
-    line of the error."""
+    """Load checkpoints into `live`, one after the other.
+
+    Returns:
+        How it then differs from `fresh`, or the first line of the error.
+    """
     try:
         for folder in folders:
             load(live, folder)
@@ -70,15 +71,21 @@ def _computed(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for name, layer in model.named_modules():
         size = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
-        if size and hasattr(layer, "cpu_linear"):
-            yield f"{name} (computed)", layer.cpu_linear(torch.eye(size, dtype=layer.weight.dtype), layer.weight, None)
+        if size and hasattr(layer, "cpu_linear") and not layer.weight.is_meta:
+            unit = torch.eye(size, dtype=layer.weight.dtype)
+            yield f"{name} (computed)", layer.cpu_linear(unit, layer.weight, None)
 
 
-def _different_elements(one: torch.Tensor, other: torch.Tensor) -> int:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _different(one: torch.Tensor, other: torch.Tensor) -> int:
+    """The number of elements that are different."""
+    if one.is_meta and other.is_meta:
+        return 0
+    if (one.shape, one.dtype, one.is_meta) != (other.shape, other.dtype, other.is_meta):
         return max(one.numel(), other.numel())
-    size = one.element_size()
-    mine, others = (t.detach().contiguous().view(-1).view(torch.uint8).view(-1, size) for t in (one, other))
+    rows = one.element_size()
+    mine, others = (
+        tensor.detach().contiguous().view(-1).view(torch.uint8).view(-1, rows) for tensor in (one, other)
+    )
     return int((mine != others).any(1).sum())
 
 

@@ -17,7 +17,7 @@ ARCHITECTURES = DENSE | EXPERTS | STATES | SIGHT
 
 
 def write(config: PretrainedConfig, folder: Path) -> None:
-    """`base`, a random checkpoint in bf16, and `patched`, which differs from it in a fifth of every tensor."""
+    """`base`, a random checkpoint in bf16, and `patched`, which differs in a fifth of every tensor."""
     torch.manual_seed(0)
     _kind(config).from_config(config).to(torch.bfloat16).save_pretrained(folder / "base")
     shutil.copytree(folder / "base", folder / "patched", ignore=shutil.ignore_patterns("*.safetensors"))

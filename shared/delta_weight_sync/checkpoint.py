@@ -179,7 +179,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if (folder / INDEX).is_file():
         try:
             files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-            lacking = sorted(file for file in set(files.values()) if not (folder / file).is_file())
+            inside = {
+                file for file in files.values() if Path(file).name == file and (folder / file).is_file()
+            }
+            lacking = sorted({*files.values()} - inside)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{INDEX} of {folder.name} is damaged ({error}): download it again"

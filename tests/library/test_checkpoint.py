@@ -1,5 +1,7 @@
 """Checkpoints as bits: exactly what torch casts. The digest counts every bit."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from delta_weight_sync import digest
-from delta_weight_sync.checkpoint import Spec, map_bits, read_bits, specs_in, to_bits, to_tensor, write_bits
+from delta_weight_sync.checkpoint import (
+    INDEX,
+    Spec,
+    map_bits,
+    read_bits,
+    specs_in,
+    to_bits,
+    to_tensor,
+    write_bits,
+)
 from delta_weight_sync.errors import CheckpointError
 
 EVERY_16 = np.arange(1 << 16, dtype=np.uint16)
@@ -68,6 +79,15 @@ def test_what_is_no_checkpoint_says_so(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or truncated"):
         next(read_bits(tmp_path))
+
+
+def test_an_index_cannot_name_a_file_outside_of_its_folder(tmp_path):
+    save_file({"w": torch.ones(8)}, tmp_path / "outside.safetensors")
+    (tmp_path / "base").mkdir()
+    index = json.dumps({"weight_map": {"w": "../outside.safetensors"}})
+    (tmp_path / "base" / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match=r"names \.\./outside\.safetensors, which base lacks"):
+        next(read_bits(tmp_path / "base"))
 
 
 @given(seed=st.integers(0, 2**32), changes=st.integers(0, 50))

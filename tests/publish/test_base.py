@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from delta_weight_sync import CheckpointError, CodecError, ConfigError, Publisher, follow, open_run
 from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.signing import make_keys
 from tests.support.models import SIZE, build, loads_as, same_bits, save
 
 WEIGHTS = "model.safetensors"
@@ -684,37 +685,14 @@ def test_buffers_that_the_models_class_has_are_named_before_frozen_parameters(tm
 # The files next to the weights.
 
 KEPT = (
-    *(
-        "tekken.json",
-        "sentencepiece.bpe.model",
-        "params.json",
-        "chat_template.jinja",
-        "generation_config.json",
-    ),
-    *("vocab.txt", "merges.txt", "tokenizer.json", "preprocessor_config.json", "spiece.model", "LICENSE"),
-    *(
-        "additional_chat_templates/tool_use.jinja",
-        "speech_tokenizer/configs/a.json",
-        "prompts/v1.0/system.txt",
-    ),
+    *("tekken.json", "sentencepiece.bpe.model", "params.json", "chat_template.jinja", "spiece.model"),
+    *("vocab.txt", "merges.txt", "tokenizer.json", "preprocessor_config.json", "generation_config.json"),
+    *("additional_chat_templates/tool_use.jinja", "additional_chat_templates/rag.jinja", "LICENSE"),
 )
 LEFT = (
-    *(
-        "optimizer.pt",
-        "scheduler.pt",
-        "training_args.bin",
-        "rng_state.pth",
-        "trainer_state.json",
-        "README.md",
-    ),
-    *(
-        "extra.onnx",
-        "onnx/model.onnx",
-        "original/params.json",
-        "checkpoint-500/config.json",
-        ".gitattributes",
-    ),
-    *("runs/events.out.tfevents.1", "modeling_own.py", "tools/prepare.py", ".cache/huggingface/x.json"),
+    *("optimizer.pt", "training_args.bin", "rng_state.pth", "trainer_state.json", "README.md", "extra.onnx"),
+    *("onnx/model.onnx", "original/params.json", "checkpoint-500/config.json", ".gitattributes", "own.py"),
+    *("runs/events.out.tfevents.1", "wandb/run-1/files/config.yaml", ".cache/hub/x.json", "logs/own.txt"),
 )
 
 
@@ -744,11 +722,24 @@ def test_everything_but_weights_is_in_each_version(code, model, base, monkeypatc
 
 
 def test_a_file_whose_name_no_key_may_have_is_left_out_with_a_warning(model, base, caplog):
-    odd = ("chat template.jinja", "templates/tool use (old).jinja", "vocab-größe.txt", "a+b.json")
-    fill(base, (*odd, "templates/plain.jinja"))
+    folder = "additional_chat_templates"
+    odd = ("chat template.jinja", f"{folder}/tool use (old).jinja", "vocab-größe.txt", "a+b.json")
+    fill(base, (*odd, f"{folder}/plain.jinja"))
     found = files_in(publish(base, [without(model)]))
-    assert found.keys() == {"templates/plain.jinja", "generation_config.json"}
+    assert found.keys() == {f"{folder}/plain.jinja", "generation_config.json"}
     assert [name for name in odd if name not in warnings_in(caplog)] == []
+
+
+def test_a_signing_key_in_the_folder_of_the_base_is_not_published(model, base, caplog):
+    public = make_keys(base / "keys")
+    with Publisher(url_of(base), base=base, signing_key=base / "keys") as publisher:
+        publisher.publish(without(model))
+    (version,) = follow(url_of(base), into=base.parent / "followed", once=True, public_key=public)
+    assert files_in(version.path).keys() == {"generation_config.json"}
+    secret = (base / "keys").read_text().partition("=")[2].splitlines()[0].encode()
+    bucket = [path for path in (base.parent / "bucket").rglob("*") if path.is_file()]
+    assert not [path for path in bucket if secret in path.read_bytes()]
+    assert "keys" in warnings_in(caplog)
 
 
 def test_a_followed_version_may_be_the_base_of_the_next_run(model, base):
@@ -934,8 +925,11 @@ def quantized(base: Path, method: str) -> Path:
     return configure(edit(base, change), quantization_config=config)
 
 
-@pytest.mark.parametrize("method", QUANTIZE)
-@pytest.mark.parametrize("frozen", [(), (EMBED, NORM)], ids=["all trained", "unquantized ones frozen"])
+@pytest.mark.parametrize(
+    ("method", "frozen"),
+    [*((method, (EMBED, NORM)) for method in QUANTIZE), ("fp8", ()), ("gptq", ())],
+    ids=[*QUANTIZE, "fp8, all trained", "gptq, all trained"],
+)
 def test_a_version_of_a_quantized_base_has_the_dequantized_weights_only(method, frozen, model, base, caplog):
     quantized(base, method)
 

@@ -234,8 +234,9 @@ def _reverse(model: Any, probes: Mapping[str, torch.Tensor], stored: Shapes) -> 
     if stored:
         renamings = [each for each in used if isinstance(each, WeightRenaming)]
         converters = [each for each in used if isinstance(each, WeightConverter)]
+        state = dict(probes)
         for name in sorted(stored):  # each conversion notes whether it matched
-            rename_source_key(name, renamings, converters, model.base_model_prefix, dict(probes))
+            rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         used = [each for each in used if each.was_used()]
     shapes = {name: tuple(probe.shape) for name, probe in probes.items()} | dict(stored)
     return _Reversal(used, model.config, shapes) if used else None
