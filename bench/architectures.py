@@ -24,7 +24,8 @@ SIZE = {
 }
 UNTIED = {**SIZE, "tie_word_embeddings": False}
 TIED = {**SIZE, "tie_word_embeddings": True}
-SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# A stack of experts that gate and move up is [experts, 192, 64]: one that is transposed has another shape.
+SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
 GROUPED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 GROUPED |= {"n_group": 1, "topk_group": 1, **SPARSE}
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
@@ -36,10 +37,18 @@ _GPT = {**OLD, "n_embd": 64, "n_layer": 2, "n_head": 4}
 
 @dataclass(frozen=True)
 class Architecture:
-    """`kind` says what is particular about it; `config` makes its configuration."""
+    """What is said about an architecture, and how a tiny model of it is made.
+
+    Attributes:
+        kind: What is particular about it.
+        config: Makes its configuration.
+        transposed: Ends of the names of tensors that published checkpoints of it have transposed. transformers
+            loads them either way, but writes them as the model has them.
+    """
 
     kind: str
     config: Callable[[], PretrainedConfig]
+    transposed: tuple[str, ...] = ()
 
 
 DENSE = {

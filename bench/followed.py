@@ -74,7 +74,7 @@ def examine(name: str, folder: Path) -> Report:
     transformers.utils.logging.disable_progress_bar()
     gc.freeze()  # vLLM collects garbage at each load, which would go through all that was imported
     base = folder / "base"
-    write_base(ARCHITECTURES[name].config(), folder)
+    write_base(ARCHITECTURES[name], folder)
     published = [_published(number, base, folder) for number in range(len(WAYS))]
     newest = next((run.newest for run in published if isinstance(run, Run)), None)
     install_stock()

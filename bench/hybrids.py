@@ -2,7 +2,7 @@
 
 import transformers as t
 
-from bench.architectures import GROUPED, LATENT, LOCAL, OLD, SPARSE, TIED, UNTIED, Architecture
+from bench.architectures import GROUPED, LOCAL, OLD, SPARSE, TIED, UNTIED, Architecture
 
 _MAMBA = {**OLD, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
 _MAMBA2 = {
@@ -107,20 +107,6 @@ STATES = {
         "gated delta net, attention, MoE",
         lambda: t.Qwen3_5MoeTextConfig(**_DELTA_MOE),
     ),
-    "kimi_linear": Architecture(
-        "linear attention, MLA, MoE",
-        lambda: t.KimiLinearConfig(
-            **{**UNTIED, "num_key_value_heads": 4},
-            **{**LATENT, "q_lora_rank": None},
-            moe_intermediate_size=32,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            layer_types=["linear_attention", "full_attention"],
-            mlp_layer_types=["dense", "sparse"],
-            linear_head_dim=16,
-            linear_num_heads=4,
-        ),
-    ),
     "lfm2": Architecture(
         "short convolutions, attention",
         lambda: t.Lfm2Config(
@@ -194,6 +180,7 @@ SIGHT = {
             },
             vision_config={**_QWEN_SIGHT, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
         ),
+        transposed=("experts.gate_up_proj", "experts.down_proj"),
     ),
     "qwen3_5_vl": Architecture(
         f"{_SEEN}, gated delta net",
@@ -217,7 +204,11 @@ SIGHT = {
     "glm4v_moe": Architecture(
         f"{_SEEN}, MoE, float32 router bias",
         lambda: t.Glm4vMoeConfig(
-            text_config={**UNTIED, **GROUPED, "head_dim": 16, "rope_parameters": _HALF_ROPE},
+            text_config={
+                **UNTIED,
+                **GROUPED,
+                **{"head_dim": 16, "use_qk_norm": False, "rope_parameters": _HALF_ROPE},
+            },
             vision_config={**_QWEN_SIGHT, "out_hidden_size": 64, "image_size": 16},
         ),
     ),

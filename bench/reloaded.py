@@ -41,8 +41,8 @@ def load_weights(live: Any, folder: Path) -> None:
 def compare(one: torch.nn.Module, other: torch.nn.Module) -> Difference:
     """Compare all floating-point tensors of two models bit by bit, and what their linear layers compute.
 
-    What only one of them has is left over from its construction: learning would have refused it. Tensors without
-    memory are parts that are not served.
+    What only one of them has is left over from its construction: learning would have refused it. Tensors
+    without memory are of parts that are not served.
     """
     mine, others = (dict(routes.floating(model)) | dict(_computed(model)) for model in (one, other))
     counts = {name: _different(tensor, others[name]) for name, tensor in mine.items() if name in others}

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from bench.architectures import DENSE, EXPERTS
+from bench.architectures import DENSE, EXPERTS, Architecture
 from bench.hybrids import SIGHT, STATES
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from delta_weight_sync.codec import Bits
@@ -35,18 +36,25 @@ def _moved(bits: Bits, rng: np.random.Generator) -> Bits:
     return flat.reshape(bits.shape)
 
 
-def write_base(config: PretrainedConfig, folder: Path) -> None:
+def write_base(architecture: Architecture, folder: Path) -> None:
     """`base`, a random checkpoint in bf16, with the tensors that transformers keeps in float32 in float32.
 
     No tensor is constant: a norm of ones or a router's bias of zeros would hide mistakes.
     """
     torch.manual_seed(0)
+    config = architecture.config()
     model = _kind(config).from_config(config)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point() and (tensor == tensor.flatten()[0]).all():
             tensor.add_(0.1 * torch.randn(tensor.shape))
     model.save_pretrained(folder / "float32")
     load(folder / "float32").save_pretrained(folder / "base")
+    if architecture.transposed:
+        state = load_file(weights := folder / "base" / WEIGHTS)
+        for name in state:
+            if name.endswith(architecture.transposed):
+                state[name] = state[name].mT.contiguous()
+        save_file(state, weights, metadata={"format": "pt"})
 
 
 def load(folder: Path) -> Any:

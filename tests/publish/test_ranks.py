@@ -236,7 +236,7 @@ def test_followers_take_versions_of_several_ranks(run_of_two, tmp_path):
     newest = run_of_two.newest()
     layout = Layout(run_of_two, tmp_path)
     for version in (2, newest.version):
-        folder, shapes = layout.put(run_of_two.manifest(version))
+        folder, shapes, _ = layout.put(run_of_two.manifest(version))
         assert to_hex(state_digest(map_folder(folder))) == digest(version)
     assert shapes == {name: list(shape) for name, shape in SHAPES.items()}
     with follow(run_of_two, tmp_path / "followed") as versions:

@@ -36,7 +36,7 @@ from tests.support.waiting import PATIENCE_S
 
 Case = dict[str, Any]
 MIXED = "mixed"
-ASSETS = {"additional_chat_templates/tool_use.jinja": "{{ tools }}", "z/y/x.txt": "deep"}
+ASSETS = {"additional_chat_templates/tool_use.jinja": "{{ tools }}", "1_Pooling/x.txt": "deep"}
 
 
 def write(folder: Path, deltas: int, runs: int) -> None:

@@ -46,6 +46,7 @@ from delta_weight_sync.checkpoint import (
 )
 from delta_weight_sync.errors import CheckpointError
 from delta_weight_sync.publish.names import Joined, Names, View, models_of, names_of
+from delta_weight_sync.publish.readable import no_elements
 from delta_weight_sync.records import MAX_ASSETS
 from delta_weight_sync.signing import SECRET
 
@@ -124,6 +125,9 @@ class Plan:
     def _targets(self, name: str, tensor: torch.Tensor) -> Iterator[Target]:
         trained, shape = dtype_of(tensor), tuple(tensor.shape)
         views = self.names.views.get(name)
+        named = views[0].name if views else name
+        if not tensor.numel() and named in self.stored and 0 not in self.stored[named].shape:
+            raise no_elements(name, tensor)
         if views is None:
             yield self.target(name, trained, shape)
         elif len(views) == 1 and views[0].is_whole:

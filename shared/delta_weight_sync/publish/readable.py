@@ -27,15 +27,20 @@ def require_readable(name: str, tensor: Any) -> None:
         )
     try:
         _require_plain(name, tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
-        if not tensor.numel():
-            fix = "gather partitioned parameters before you publish (`deepspeed.zero.GatheredParameters`)"
-            raise _error(name, f"has no elements, shape {list(tensor.shape)}", fix)
+        if hasattr(tensor, "ds_id") and not tensor.numel():
+            raise no_elements(name, tensor)
     except CodecError:
         raise
     except Exception as error:  # a tensor of an unusual kind may refuse any question
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         kind = type(tensor).__name__
         raise _error(name, f"is a {kind} that cannot be read ({line})", "publish plain tensors") from error
+
+
+def no_elements(name: str, tensor: torch.Tensor) -> CodecError:
+    """The error for a tensor without elements that should have some, as under DeepSpeed's ZeRO-3."""
+    fix = "gather partitioned parameters before you publish (`deepspeed.zero.GatheredParameters`)"
+    return _error(name, f"has no elements, shape {list(tensor.shape)}", fix)
 
 
 def _require_plain(name: str, held: torch.Tensor) -> None:
