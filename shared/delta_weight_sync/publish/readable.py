@@ -16,6 +16,8 @@ from delta_weight_sync.checkpoint import dtype_of
 from delta_weight_sync.errors import CodecError
 
 _DEVICES = ("cpu", "cuda")
+_passed = set[tuple[type, torch.dtype, torch.layout, torch.device]]()  # kinds of tensors without a fault
+_NEGATIVE = torch._C.DispatchKey.Negative
 _PLAIN = torch.Tensor.__torch_dispatch__  # a subclass that computes by itself has another one
 
 
@@ -45,6 +47,25 @@ def no_elements(name: str, tensor: torch.Tensor) -> CodecError:
 
 def _require_plain(name: str, held: torch.Tensor) -> None:
     """The checks of this rank's part of a tensor."""
+    seen = type(held), held.dtype, held.layout, held.device
+    if seen not in _passed or held.is_nested:  # a model has thousands of tensors of few kinds
+        _require_plain_kind(name, held)
+        if held.is_floating_point():  # a packed tensor of integers may look like a plain one
+            _passed.add(seen)
+    if torch._C._dispatch_keys(held).has(_NEGATIVE):  # `is_neg` would wait for the thread that publishes
+        raise _error(name, "is a lazy view, whose memory has other values", "publish `tensor.resolve_neg()`")
+    if held.numel():
+        last = held.numel() - 1
+        if not held.is_contiguous():
+            last = sum((size - 1) * step for size, step in zip(held.shape, held.stride(), strict=True))
+        storage = held.untyped_storage()
+        end = (held.storage_offset() + last + 1) * held.element_size()
+        if storage.data_ptr() == 0 or storage.nbytes() < end:
+            fix = "load or gather it before you publish (with FSDP1, in `FSDP.summon_full_params(model)`)"
+            raise _error(name, "has no memory: it was freed or moved", fix)
+
+
+def _require_plain_kind(name: str, held: torch.Tensor) -> None:
     kind, dtype = type(held), str(held.dtype).removeprefix("torch.")
     if isinstance(held, UninitializedTensorMixin) or held.is_meta:
         raise _error(name, "is on the meta device, without values", "load the parameter before you publish")
@@ -56,23 +77,14 @@ def _require_plain(name: str, held: torch.Tensor) -> None:
     if held.layout is not torch.strided or held.is_nested:
         layout = "nested" if held.is_nested else str(held.layout).removeprefix("torch.")
         raise _error(name, f"has the layout {layout}", "publish a dense tensor, such as `tensor.to_dense()`")
-    if held.is_complex():
+    if held.dtype.is_complex:
         fix = "publish `torch.view_as_real` of it, under the checkpoint's name"
         raise _error(name, f"is complex ({dtype})", fix)
-    if held.is_neg():
-        raise _error(name, "is a lazy view, whose memory has other values", "publish `tensor.resolve_neg()`")
     if not dtype_of(held):
         raise _error(name, f"is quantized ({dtype})", _UNQUANTIZED)
     if held.device.type not in _DEVICES:
         fix = "publish copies on the host, as in `((name, p.cpu()) for name, p in model.named_parameters())`"
         raise _error(name, f"is on the device {held.device}, which the comparison cannot read", fix)
-    if held.numel():
-        last = sum((size - 1) * step for size, step in zip(held.shape, held.stride(), strict=True))
-        end = (held.storage_offset() + last + 1) * held.element_size()
-        storage = held.untyped_storage()
-        if storage.data_ptr() == 0 or storage.nbytes() < end:
-            fix = "load or gather it before you publish (with FSDP1, in `FSDP.summon_full_params(model)`)"
-            raise _error(name, "has no memory: it was freed or moved", fix)
 
 
 _UNQUANTIZED = "load the model in bf16, or merge and dequantize it, before you publish"

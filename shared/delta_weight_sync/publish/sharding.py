@@ -201,7 +201,8 @@ def gathered(
         own = [owns(target.name, target.words) for target in targets]
         if not isinstance(tensor, DTensor):
             plain, lasting = tensor.detach(), isinstance(tensor, torch.nn.Parameter)
-            yield from (_whole(target, plain, lasting=lasting) for target in targets)
+            for target in targets:
+                yield _whole(target, plain, lasting=lasting)
         elif is_block(tensor) and not first:
             yield from (_blocked(target, tensor) for target in targets)
         else:
