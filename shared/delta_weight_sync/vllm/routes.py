@@ -132,7 +132,8 @@ def record(model: torch.nn.Module, shapes: Shapes, dtypes: Dtypes) -> "Recorder"
         recorder.unroutable |= failed
         recorder.reached |= touched  # of failed tensors; in commits, vLLM's loader fills these parameters
     for name, parameter in model.named_parameters():
-        if parameter.numel() and storage_of(parameter) not in recorder.reached:
+        served = parameter.numel() and not parameter.is_meta  # --language-model-only leaves towers on meta
+        if served and storage_of(parameter) not in recorder.reached:
             raise RouteError(
                 f"{name}: no weight of the run fills this parameter of vLLM's model: start vLLM with the"
                 " run's own model, which `delta-weight-sync checkout` writes"
@@ -285,7 +286,9 @@ def _parameters_kept(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for name, module, key, parameter, memory in held:
-            if getattr(module, key, None) is not parameter or not parameter.data.is_set_to(memory):  # type: ignore[union-attr]
+            # With --language-model-only, parameters that are not served have no memory to compare.
+            same = getattr(module, key, None) is parameter
+            if not same or not (memory.is_meta or parameter.data.is_set_to(memory)):
                 replaced = replaced or name
                 setattr(module, key, parameter)
                 parameter.data = memory
