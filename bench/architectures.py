@@ -42,13 +42,16 @@ class Architecture:
     Attributes:
         kind: What is particular about it.
         config: Makes its configuration.
-        transposed: Ends of the names of tensors that published checkpoints of it have transposed. transformers
+        transposed: Ends of the names of tensors that its checkpoints on the Hub have transposed. transformers
             loads them either way, but writes them as the model has them.
+        drafts: Beginning of the names of a layer for drafts. Checkpoints on the Hub have it, but neither the
+            trainer's model nor a model that vLLM serves.
     """
 
     kind: str
     config: Callable[[], PretrainedConfig]
     transposed: tuple[str, ...] = ()
+    drafts: str = ""
 
 
 DENSE = {
@@ -84,7 +87,7 @@ DENSE = {
         ),
     ),
     "phi": Architecture("biased head", lambda: t.PhiConfig(**UNTIED)),
-    "phi3": Architecture("fused qkv and gate", lambda: t.Phi3Config(**UNTIED)),
+    "phi3": Architecture("fused qkv and gate, also Phi-4", lambda: t.Phi3Config(**UNTIED)),
     "gpt2": Architecture("transposed, biased, tied", lambda: t.GPT2Config(**_GPT)),
     "gptj": Architecture("parallel blocks", lambda: t.GPTJConfig(**_GPT, rotary_dim=8)),
     "gpt_bigcode": Architecture("one key head", lambda: t.GPTBigCodeConfig(**_GPT)),
@@ -192,8 +195,16 @@ EXPERTS = {
         lambda: t.DeepseekV2Config(**UNTIED, **GROUPED, **LATENT, q_lora_rank=None, topk_method="greedy"),
     ),
     "deepseek_v3": Architecture(
-        "MLA with compressed queries, MoE, float32 router bias",
-        lambda: t.DeepseekV3Config(**UNTIED, **GROUPED, **LATENT, q_lora_rank=32, topk_method="noaux_tc"),
+        "MLA with compressed queries, MoE, float32 router bias, layer for drafts",
+        lambda: t.DeepseekV3Config(
+            **UNTIED,
+            **GROUPED,
+            **LATENT,
+            q_lora_rank=32,
+            topk_method="noaux_tc",
+            num_nextn_predict_layers=1,
+        ),
+        drafts="model.layers.2.",
     ),
     "glm4_moe_lite": Architecture(
         "MLA, MoE, float32 router bias",

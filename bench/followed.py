@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,15 +33,13 @@ from vllm.model_executor.models import registry
 from vllm.v1.worker import cpu_model_runner
 
 from bench import reloaded
-from bench.published import WAYS, Run
-from bench.reloaded import Difference
+from bench.published import EXACT, WAYS, Run
+from bench.reloaded import Difference, Found
 from bench.tiny import ARCHITECTURES, write_base
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.vllm import cpu, routes, worker
 from delta_weight_sync.vllm.disk import Dtypes, Layout, Shapes
 from trainer.demo.processes import free_port
-
-EXACT = "exact"
 
 
 class Report(NamedTuple):
@@ -49,19 +48,18 @@ class Report(NamedTuple):
     Attributes:
         kind: vLLM's name of the architecture.
         verdicts: For each of `WAYS`, what a replica makes of it.
-        note: What is to be said of tensors without a route.
-        patched: How a replica's model differs from a fresh load.
-        stock: For each of `reloaded.LOADS`, how the model differs from a fresh load, or the error, in vLLM's
-            CPU build as it is.
+        note: What is to be said of its tensors.
+        patched: How a replica's model differs from a fresh load; None if it refuses the run.
+        stock: For each of `reloaded.LOADS`, what it makes of the model in vLLM's CPU build as it is.
         unpacked: The same with weights as they are loaded.
     """
 
     kind: str
     verdicts: list[str]
     note: str
-    patched: Difference | str
-    stock: list[Difference | str]
-    unpacked: list[Difference | str]
+    patched: Found | None
+    stock: list[Found]
+    unpacked: list[Found]
 
 
 class RefusedError(RuntimeError):
@@ -88,7 +86,7 @@ def examine(name: str, folder: Path) -> Report:
         kind,
         [each if isinstance(each, str) else each.verdict for each in followed],
         models[0].note if models else "",
-        models[0].difference if models else "",
+        models[0].difference if models else None,
         stock,
         unpacked,
     )
@@ -103,7 +101,7 @@ def _published(number: int, base: Path, folder: Path) -> Run | str:
         return f"WRONG: `publish` raises {type(error).__name__}: {error}"
 
 
-def _reloaded(base: Path, newest: Path) -> list[Difference | str]:
+def _reloaded(base: Path, newest: Path) -> list[Found]:
     """Load the newest version, the base, and the newest version into a live model."""
     folders = newest, base, newest
     return [reloaded.result(load, Loaded(base), folders, Loaded(newest)) for load in reloaded.LOADS]
@@ -164,21 +162,23 @@ class Followed:
 
     Attributes:
         verdict: "exact", or what is wrong, or why the worker refuses the run.
-        note: What is to be said of tensors without a route; names have a star for numbers.
-        difference: How it differs from a fresh load; "" if the worker refuses the run.
+        note: What is to be said of its tensors; "" if the worker refuses the run.
+        difference: How it differs from a fresh load; None if the worker refuses the run.
     """
 
     def __init__(self, base: Path, run: Run) -> None:
-        self._live, self.difference, self.note = Loaded(base), Difference(), ""
+        self._live = Loaded(base)
         self._worker = SimpleNamespace(vllm_config=self._live.config, get_model=lambda: self._live.model)
+        self.difference: Difference | None = None
+        self.note = ""
         try:
             self._follow(run)
         except RefusedError as refusal:
             self.verdict = f"refused: {refusal}"
             return
-        self.difference = reloaded.compare(self._live.model, Loaded(run.newest).model)
-        if self.difference.tensors:
-            self.verdict = f"WRONG: {self.difference.first} is not as a fresh load leaves it"
+        self.difference = found = reloaded.compare(self._live.model, Loaded(run.newest).model)
+        if found.tensors:
+            self.verdict = f"WRONG: {found.first} is not as a fresh load leaves it"
         elif run.wrong:
             self.verdict = f"WRONG: transformers does not load {run.wrong} as the trainer has it"
         else:
@@ -191,7 +191,7 @@ class Followed:
         whole, shapes, dtypes = Layout(run.reader, folder).put(first)
         if self._call("learn", shapes=shapes, dtypes=dtypes)["digest"] != first.digest:
             self._take(first.digest, checkpoint=str(whole))
-        self.note = self._slow(shapes, dtypes)
+        self.note = self._note(shapes, dtypes)
         deltas = run.reader.fetch_all(run.reader.recipe(second, 0).deltas, folder / "deltas")
         self._take(second.digest, deltas=[str(path) for path in deltas])
 
@@ -207,10 +207,20 @@ class Followed:
             raise RefusedError(answer["error"])
         return answer
 
-    def _slow(self, shapes: Shapes, dtypes: Dtypes) -> str:
+    def _note(self, shapes: Shapes, dtypes: Dtypes) -> str:
         learned = routes.learn(self._live.model, shapes, dtypes)
         _, reasons = routes.ownership(shapes, [learned.sources])
         left_out = {name for name, reason in reasons.items() if reason == "vLLM's loader drops it"}
-        slow = sorted({f"`{re.sub(r'[0-9]+', '*', name)}`" for name in reasons.keys() - left_out})
-        said = [f"slowly: {', '.join(slow)}"] if slow else []
-        return "; ".join(said + ([f"vLLM leaves {len(left_out)} tensors out"] if left_out else []))
+        is_foreign = ".transformers." in type(self._live.model).__module__
+        notes = {
+            "slowly: ": _starred(reasons.keys() - left_out),
+            "float32: ": _starred(name for name, dtype in dtypes.items() if dtype == "F32"),
+            "vLLM leaves out ": f"{len(left_out)} tensors" if left_out else "",
+            "vLLM's Transformers ": "backend" if is_foreign else "",
+        }
+        return "; ".join(head + note for head, note in notes.items() if note)
+
+
+def _starred(names: Iterable[str]) -> str:
+    """Names with a star for numbers, each once."""
+    return ", ".join(sorted({f"`{re.sub(r'[0-9]+', '*', name)}`" for name in names}))

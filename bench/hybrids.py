@@ -101,7 +101,11 @@ STATES = {
             ssm_state_size=16,
         ),
     ),
-    "qwen3_next": Architecture("gated delta net, attention, MoE", lambda: t.Qwen3NextConfig(**_DELTA_MOE)),
+    "qwen3_next": Architecture(
+        "gated delta net, attention, MoE, layer for drafts",
+        lambda: t.Qwen3NextConfig(**_DELTA_MOE),
+        drafts="mtp.",
+    ),
     "qwen3_5": Architecture("gated delta net, attention", lambda: t.Qwen3_5TextConfig(**UNTIED, **_DELTA)),
     "qwen3_5_moe": Architecture(
         "gated delta net, attention, MoE",
@@ -183,10 +187,11 @@ SIGHT = {
         transposed=("experts.gate_up_proj", "experts.down_proj"),
     ),
     "qwen3_5_vl": Architecture(
-        f"{_SEEN}, gated delta net",
+        f"{_SEEN}, gated delta net, layer for drafts",
         lambda: t.Qwen3_5Config(
             text_config={**UNTIED, **_DELTA}, vision_config={**_QWEN_SIGHT, "out_hidden_size": 64}
         ),
+        drafts="mtp.",
     ),
     "qwen3_5_vl_moe": Architecture(
         f"{_SEEN}, gated delta net, MoE",

@@ -16,6 +16,7 @@ from delta_weight_sync import Publisher, follow, open_run
 from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.reader import RunReader
 
+EXACT = "exact"  # the best verdict
 _TOWER = re.compile("visual|vision|audio")  # a name with this part is of a tower that is usually frozen
 _EACH = 3  # without a tower, one of this many parameters is frozen
 
@@ -85,16 +86,21 @@ class Run:
             publisher.publish(way.weights(model, folder))
         self.reader: RunReader = open_run(url)
         self.newest = next(follow(url, into=folder / "newest", version=1)).path
-        self.wrong = _different(model, tiny.load(self.newest))
+        self.wrong = different(model, tiny.load(self.newest))
 
 
-def _different(trained: Any, loaded: Any) -> str:
-    """The trainer's tensor is rounded, if transformers loads it in bf16."""
-    state = loaded.state_dict()
-    for name, tensor in trained.state_dict().items():
-        if name not in state or not same(tensor.to(state[name].dtype), state[name]):
-            return name
-    return ""
+def different(trained: Any, loaded: Any) -> str:
+    """The first tensor of the trainer that is not loaded with the same bits; "" if there is none.
+
+    The trainer's tensor is rounded, if transformers loads it in bf16.
+    """
+    state: dict[str, torch.Tensor] = loaded.state_dict()
+    names: list[str] = [
+        name
+        for name, tensor in trained.state_dict().items()
+        if name not in state or not same(tensor.to(state[name].dtype), state[name])
+    ]
+    return next(iter(names), "")
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

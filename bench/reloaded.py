@@ -7,13 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from delta_weight_sync.vllm import routes
-
-Load = Callable[[Any, Path], None]
 
 
 class Difference(NamedTuple):
@@ -24,14 +19,25 @@ class Difference(NamedTuple):
     first: str = ""
 
 
+Found = Difference | str
+"""How a model differs from a fresh load, or the first line of the error."""
+Load = Callable[[Any, Path], None]
+
+
 def reload(live: Any, folder: Path) -> None:
     """What `collective_rpc("reload_weights")` does on a worker with the checkpoint in `folder`."""
+    from vllm.config import set_current_vllm_config  # imported here, because `compare` needs no vLLM
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
     with set_current_vllm_config(live.config):
         reload_weights(live.config, live.model, None, str(folder), is_checkpoint_format=True)
 
 
 def load_weights(live: Any, folder: Path) -> None:
     """`model.load_weights` on the live model, which several trainers call."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+
     live.config.model_config.model = str(folder)
     loader = get_model_loader(live.config.load_config)
     with set_current_vllm_config(live.config):
@@ -50,12 +56,8 @@ def compare(one: torch.nn.Module, other: torch.nn.Module) -> Difference:
     return Difference(len(different), sum(counts.values()), next(iter(different), ""))
 
 
-def result(load: Load, live: Any, folders: Sequence[Path], fresh: Any) -> Difference | str:
-    """Load checkpoints into `live`, one after the other.
-
-    Returns:
-        How it then differs from `fresh`, or the first line of the error.
-    """
+def result(load: Load, live: Any, folders: Sequence[Path], fresh: Any) -> Found:
+    """Load checkpoints into `live`, one after the other, and compare it with `fresh`."""
     try:
         for folder in folders:
             load(live, folder)

@@ -49,12 +49,15 @@ def write_base(architecture: Architecture, folder: Path) -> None:
             tensor.add_(0.1 * torch.randn(tensor.shape))
     model.save_pretrained(folder / "float32")
     load(folder / "float32").save_pretrained(folder / "base")
-    if architecture.transposed:
-        state = load_file(weights := folder / "base" / WEIGHTS)
-        for name in state:
-            if name.endswith(architecture.transposed):
-                state[name] = state[name].mT.contiguous()
-        save_file(state, weights, metadata={"format": "pt"})
+    state = load_file(weights := folder / "base" / WEIGHTS)
+    for name in state:
+        if architecture.transposed and name.endswith(architecture.transposed):
+            state[name] = state[name].mT.contiguous()
+    if architecture.drafts:
+        width = config.get_text_config().hidden_size
+        drafts = {"eh_proj.weight": (width, 2 * width), "enorm.weight": (width,)}
+        state |= {architecture.drafts + name: torch.randn(shape).bfloat16() for name, shape in drafts.items()}
+    save_file(state, weights, metadata={"format": "pt"})
 
 
 def load(folder: Path) -> Any:

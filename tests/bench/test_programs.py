@@ -8,6 +8,7 @@ import torch
 
 from bench.compatibility import PAGE
 from bench.gpu_check import __main__ as command
+from bench.published import EXACT
 from bench.results import ROOT
 
 BREAK = """
@@ -117,21 +118,40 @@ def test_a_replica_passes_here_too(monkeypatch):
     assert rights == [True] * 4
 
 
-# A tied and fused one, one that is loaded again in part, and one whose weights vLLM would pack on a CPU.
-CHEAP = ("qwen3", "falcon", "qwen3_next")
+# A tied and fused one, one that is loaded again in part, one whose weights vLLM would pack on a CPU, one with
+# stacked experts and tensors in float32, and one whose parameters have other names than its checkpoint.
+CHEAP = ("qwen3", "falcon", "qwen3_next", "deepseek_v3", "qwen2_5_vl")
 
 
 @pytest.mark.long
 def test_rows_of_the_page_are_what_the_command_finds():
     done = said("-m", "bench.compatibility", *CHEAP)
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == len(CHEAP)
-    assert set(rows) <= set(PAGE.read_text().splitlines())
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    follow, reload = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    assert len(follow) == len(reload) == 2 + len(CHEAP)
+    assert set(follow[2:]) <= set(_rows("compatibility"))
+    assert set(map(_portable, reload[2:])) <= set(map(_portable, _rows("reload")))
 
 
 def test_every_architecture_of_the_page_can_be_followed_or_says_why_not():
-    rows = PAGE.read_text().split("<!-- compatibility -->\n")[1].split("<!-- /compatibility -->")[0]
-    verdicts = [row.rstrip(" |").rpartition(" | ")[2] for row in rows.splitlines()[2:]]
-    assert len(verdicts) >= 24
-    assert all(verdict.startswith(("exact", "refused: ")) for verdict in verdicts)
+    cells = [[cell.strip() for cell in row.split("|")[3:8]] for row in _rows("compatibility")]
+    assert len(cells) >= 90
+    for verdicts in cells:
+        assert verdicts[0].startswith((EXACT, "refused: "))
+        assert all(verdict.startswith((EXACT, "refused: ", "as on the left")) for verdict in verdicts)
+
+
+def test_a_patched_model_of_the_page_equals_a_fresh_load_or_is_refused():
+    assert {row.split("|")[2].strip() for row in _rows("reload")} == {"equal", "refused"}
+
+
+def _rows(place: str) -> list[str]:
+    part = PAGE.read_text().split(f"<!-- {place} -->\n")[1].split(f"<!-- /{place} -->")[0]
+    return [line for line in part.splitlines() if line.startswith("| ")][2:]
+
+
+def _portable(row: str) -> tuple[str, ...]:
+    """A row of the second table without the column that depends on the CPU, for which vLLM packs weights."""
+    cells = row.split("|")
+    return tuple(cells[:3] + cells[4:])
