@@ -179,9 +179,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if (folder / INDEX).is_file():
         try:
             files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-            inside = {
-                file for file in files.values() if Path(file).name == file and (folder / file).is_file()
-            }
+            inside = {f for f in files.values() if (folder / f).is_file() and not _leads_out(Path(f))}
             lacking = sorted({*files.values()} - inside)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
@@ -206,6 +204,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if others := sorted(path.name for pattern in FOREIGN for path in folder.glob(pattern)):
         raise CheckpointError(f"{folder.name} has its weights in {others[0]}: {CONVERT}")
     raise CheckpointError(f"{folder.name} has no .safetensors file: name a Hugging Face checkpoint")
+
+
+def _leads_out(file: Path) -> bool:
+    """Whether a file's name leads out of its folder."""
+    return file.is_absolute() or ".." in file.parts
 
 
 def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
