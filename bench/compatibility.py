@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from bench import tables
 from bench.published import EXACT, WAYS
+from bench.reloaded import COMPUTED, Found
 from bench.results import ROOT
 from bench.tiny import ARCHITECTURES
 
 if TYPE_CHECKING:  # a program that only prints the tables does not import vLLM
     from bench.followed import Report
-    from bench.reloaded import Found
 
 PAGE = ROOT / "docs" / "compatibility.md"
 _LIMIT_S, _LEAVE_S = 300.0, 10.0
@@ -155,7 +155,11 @@ def _cell(found: Found | str | None) -> str:
     if not found.tensors:
         return "equal"
     first = ".".join(found.first.split(".")[-2:])
-    return f"{found.tensors} tensors, {found.elements:,} elements differ, such as `{first}`"
+    if computed := first.endswith(COMPUTED):
+        first = first.removesuffix(COMPUTED)
+    name = f"what `{first}` computes" if computed else f"`{first}`"
+    several = f"{found.tensors} tensors" if found.tensors > 1 else "1 tensor"
+    return f"{several}, {found.elements:,} elements differ: {name}" + (", …" if found.tensors > 1 else "")
 
 
 def _short(message: str) -> str:

@@ -211,7 +211,7 @@ class Followed:
         learned = routes.learn(self._live.model, shapes, dtypes)
         _, reasons = routes.ownership(shapes, [learned.sources])
         left_out = {name for name, reason in reasons.items() if reason == "vLLM's loader drops it"}
-        is_foreign = ".transformers." in type(self._live.model).__module__
+        is_foreign = "transformers" in type(self._live.model).__module__.split(".")
         notes = {
             "slowly: ": _starred(reasons.keys() - left_out),
             "float32: ": _starred(name for name, dtype in dtypes.items() if dtype == "F32"),

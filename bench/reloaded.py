@@ -10,6 +10,8 @@ import torch
 
 from delta_weight_sync.vllm import routes
 
+COMPUTED = " (computed)"  # ends the name of what a layer computes
+
 
 class Difference(NamedTuple):
     """How many tensors differ, how many of their elements, and the name of the first tensor."""
@@ -75,7 +77,7 @@ def _computed(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         size = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
         if size and hasattr(layer, "cpu_linear") and not layer.weight.is_meta:
             unit = torch.eye(size, dtype=layer.weight.dtype)
-            yield f"{name} (computed)", layer.cpu_linear(unit, layer.weight, None)
+            yield name + COMPUTED, layer.cpu_linear(unit, layer.weight, None)
 
 
 def _different(one: torch.Tensor, other: torch.Tensor) -> int:
