@@ -198,6 +198,9 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, func: Any, args: Any, written: list[torch.Tensor], names: Names, how: str) -> None:
         """Record a write into the model's memory, without doing it."""
+        written = [tensor for tensor in written if not tensor.is_meta]
+        if not written:  # parameters that --language-model-only leaves without memory: vLLM drops the tensor
+            return
         if names or func in _FILLS:
             self.reached.update(storage_of(tensor) for tensor in written)
         if not names:
