@@ -73,7 +73,8 @@ class Run:
             frozen = [name for name in names if _TOWER.search(name)] or names[::_EACH]
             for name in frozen:
                 model.get_parameter(name).requires_grad_(False)
-        url, random = f"file://{folder.absolute()}/bucket", torch.Generator().manual_seed(0)
+        url = f"file://{folder.absolute()}/bucket"
+        random = torch.Generator().manual_seed(0)
         with Publisher(url, base=base) as publisher:
             publisher.publish(way.weights(model, folder))
             publisher.flush()

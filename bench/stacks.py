@@ -14,7 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-_LAYERS, _EXPERTS, _ROUNDS, _SYNCS = 8, 64, 3, 12
+_LAYERS = 8
+_EXPERTS = 64
+_ROUNDS = 3
+_SYNCS = 12
 _STATM = Path("/proc/self/statm")  # pages: the second number is the resident set
 
 
@@ -68,7 +71,8 @@ def measure(way: str) -> None:
         if way == "unstacked":
             weights = {n: torch.nn.Parameter(t) for n, t in load_file(folder / "base" / WEIGHTS).items()}
         del model
-        times, most = list[float](), 0.0
+        times = list[float]()
+        most = 0.0
         with Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base") as publisher:
             publisher.publish(weights)
             for sync in range(_SYNCS):

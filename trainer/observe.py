@@ -191,7 +191,8 @@ class Pokes:
     """
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet, self._http = fleet, spaces.Clients(POKE_TIMEOUT_S)
+        self._fleet = fleet
+        self._http = spaces.Clients(POKE_TIMEOUT_S)
         self._pools = defaultdict[str, ThreadPoolExecutor](lambda: ThreadPoolExecutor(1, "poke"))
         self._last: dict[str, Future[None]] = {}
 

@@ -476,7 +476,8 @@ class Fleet:
         own.part = f".r{rank.number}" if asked.ranks > 1 else ""
         seat, keep = Seat(self._peers, rank.number), Keep.parse(asked.keep) if asked.keep else None
         publisher = outbox.Outbox(own, log, peers=seat, keep=keep)
-        block, row = Block.whole((asked.owned,)), torch.zeros(1).expand(asked.owned)
+        block = Block.whole((asked.owned,))
+        row = torch.zeros(1).expand(asked.owned)
         weights = [Held(f"of.{n}", "BF16", block.shape, row, block) for n in range(asked.ranks)]
         if log:
             self.handed.append(clock.now)

@@ -121,7 +121,8 @@ def to_tensor(bits: NDArray[Any], dtype: str) -> torch.Tensor:
     """Return a copy of words (uint16, or uint8 for dtypes of one byte) as a tensor of `dtype`."""
     import torch
 
-    kind, (_, shape) = getattr(torch, DTYPES[dtype][0]), Spec.of_words(dtype, bits.shape)
+    kind = getattr(torch, DTYPES[dtype][0])
+    _, shape = Spec.of_words(dtype, bits.shape)
     flat = np.array(bits, np.uint8 if DTYPES[dtype][1] == 1 else np.uint16).reshape(-1)
     return torch.from_numpy(flat).view(kind).reshape(shape)
 
@@ -265,12 +266,14 @@ def write_bits(
         dtypes: Name -> dtype, where that is not BF16.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end, kinds = 0, dtypes or {}
+    end = 0
+    kinds = dtypes or {}
     # The widest dtypes come first, so that every tensor is aligned to the size of its elements.
     names = sorted(shapes, key=lambda name: -DTYPES[kinds.get(name, "BF16")][1])
     for name in names:
         spec = Spec.of_words(kinds.get(name, "BF16"), shapes[name])
-        start, end = end, end + spec.nbytes
+        start = end
+        end += spec.nbytes
         header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
     table = json.dumps(header).encode()
     table += b" " * (-len(table) % 8)

@@ -24,7 +24,8 @@ from delta_weight_sync.records import FORMAT, Sealed
 
 SIGNING_KEY: Final = "DELTA_WEIGHT_SYNC_SIGNING_KEY"
 PUBLIC_KEY: Final = "DELTA_WEIGHT_SYNC_PUBLIC_KEY"
-SECRET, _PUBLIC = "ed25519_secret_", "ed25519_public_"
+SECRET = "ed25519_secret_"
+_PUBLIC = "ed25519_public_"
 Kind = TypeVar("Kind", bound=Sealed)
 
 

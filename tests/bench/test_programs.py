@@ -128,7 +128,8 @@ def test_rows_of_the_page_are_what_the_command_finds():
     done = said("-m", "bench.compatibility", *CHEAP)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    follow, reload = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    follow = rows[: len(rows) // 2]
+    reload = rows[len(rows) // 2 :]
     assert len(follow) == len(reload) == 2 + len(CHEAP)
     assert set(follow[2:]) <= set(_rows("compatibility"))
     assert set(map(_portable, reload[2:])) <= set(map(_portable, _rows("reload")))

@@ -56,11 +56,13 @@ def test_a_checkpoint_of_every_dtype_is_read_and_written_bit_for_bit(tmp_path):
     dtypes = {name: name for name in weights if name.isupper()}
     shapes = {name: words for name, (_, words) in EVERY_DTYPE.items()}
     save_file(weights, tmp_path / "model.safetensors")
-    specs, read = specs_in(tmp_path / "model.safetensors"), dict(read_bits(tmp_path))
+    specs = specs_in(tmp_path / "model.safetensors")
+    read = dict(read_bits(tmp_path))
     assert specs == {n: Spec(dtypes.get(n, "BF16"), tuple(t.shape)) for n, t in weights.items()}
     assert {name: bits.shape for name, bits in read.items()} == shapes
     write_bits(shapes, read.__getitem__, tmp_path / "again.safetensors", dtypes)
-    again, mapped = load_file(tmp_path / "again.safetensors"), map_bits(tmp_path / "again.safetensors")
+    again = load_file(tmp_path / "again.safetensors")
+    mapped = map_bits(tmp_path / "again.safetensors")
     for name, tensor in weights.items():
         assert again[name].dtype == tensor.dtype
         for copy in again[name], to_tensor(read[name], specs[name].dtype):

@@ -249,7 +249,8 @@ def test_clients_use_the_proxy_only_for_hosts_elsewhere(host, proxy):
 
 def test_a_trainer_watches_and_pokes_its_own_machine_without_the_proxy(proxy, tmp_path, monkeypatch):
     monkeypatch.setattr(observe, "_POLL_S", 0.02)
-    asked, all_came = set[str](), threading.Event()
+    asked = set[str]()
+    all_came = threading.Event()
 
     def answer(request: Request) -> tuple[int, dict[str, str], bytes]:
         asked.add(request.path.partition("?")[0])
@@ -259,7 +260,8 @@ def test_a_trainer_watches_and_pokes_its_own_machine_without_the_proxy(proxy, tm
 
     log = RunLogWriter(open_bucket(tmp_path.as_uri(), create=True), "run")
     with answering(answer) as url, contextlib.closing(log):
-        pokes, watch = Pokes(Fleet([url])), ReplicaWatch(Fleet([url]), log)
+        pokes = Pokes(Fleet([url]))
+        watch = ReplicaWatch(Fleet([url]), log)
         with contextlib.closing(pokes), contextlib.closing(watch):
             pokes.send()
             assert all_came.wait(60)

@@ -95,12 +95,15 @@ def test_the_page_reads_a_run_of_every_dtype(tmp_path, encoding):
     """Words, and not elements, are what deltas, digest and counts are about."""
     reader, states = mixed(tmp_path, encoding)
     expected = [{name: in_words(tensor) for name, tensor in state.items()} for state in states]
-    bucket, manifests = tmp_path / "bucket", [*wire_reader.versions(tmp_path / "bucket", MIXED)][::-1]
+    bucket = tmp_path / "bucket"
+    manifests = [*wire_reader.versions(tmp_path / "bucket", MIXED)][::-1]
     assert [manifest["version"] for manifest in manifests] == [*range(len(states))]
     steps = [(ref["base"], ref["version"]) for ref in wire_reader.way(manifests[10])]
     assert steps == [(0, 8), (8, 9), (9, 10)], "a jump, too"
     for version in (0, 4, 10):
-        manifest, state, words = manifests[version], states[version], expected[version]
+        manifest = manifests[version]
+        state = states[version]
+        words = expected[version]
         assert wire_reader.built(bucket, manifest) == words
         mapped = reader.checkout(reader.manifest(version), tmp_path / "checkout")
         assert {name: bits.reshape(-1).tolist() for name, bits in mapped.items()} == words
@@ -205,7 +208,8 @@ EXAMPLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (words, head, d
 
 
 def _in_words(dtype: str, tensor: torch.Tensor) -> str:
-    bits, (_, content) = to_bits(tensor, dtype), wire_reader.safetensors(save({"w": tensor}))
+    bits = to_bits(tensor, dtype)
+    _, content = wire_reader.safetensors(save({"w": tensor}))
     assert bits.reshape(-1).tolist() == wire_reader.words_of(dtype, content["w"]) == in_words(tensor)
     elements = " ".join(str(value).lower() for value in tensor.reshape(-1).tolist())
     shapes = f"w is {dtype} {list(tensor.shape)}", f"words {list(bits.shape)}"

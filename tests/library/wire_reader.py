@@ -125,7 +125,8 @@ def decode_group(group: dict, streams: dict[str, bytes], words: list[int]) -> li
     """The new words of a group, all its tensors one after the other."""
     if group["mode"] in ("dense", "raw"):
         return planes(group, streams, words)
-    new, found = list(words), places(group, streams, words)
+    new = list(words)
+    found = places(group, streams, words)
     for at, move in zip(found, moves(group, streams, [words[at] for at in found]), strict=True):
         new[at] = (words[at] + move) & 0xFFFF
     return new
@@ -210,7 +211,8 @@ def built(bucket: Path, manifest: dict) -> Weights:
         if file.endswith(".safetensors"):
             header, content = safetensors(pinned(bucket, ref))
             for name, raw in content.items():
-                dtype, shape = header[name]["dtype"], header[name]["shape"]
+                dtype = header[name]["dtype"]
+                shape = header[name]["shape"]
                 assert len(raw) == BYTES[dtype] * math.prod(shape)
                 weights[name] = words_of(dtype, raw)
     for ref in way(manifest):

@@ -42,7 +42,8 @@ def trained(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_trained_model_answers_as_a_fresh_load_and_is_followed_bit_for_bit(name, tmp_path, monkeypatch):
-    base, url = save(model := build(name), tmp_path / "base"), f"{(tmp_path / 'bucket').as_uri()}#run"
+    base = save(model := build(name), tmp_path / "base")
+    url = f"{(tmp_path / 'bucket').as_uri()}#run"
     tiny_policy.build(tmp_path / "tokenizer")
     for file in (tmp_path / "tokenizer").glob("*token*"):
         shutil.copy(file, base)

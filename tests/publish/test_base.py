@@ -25,7 +25,9 @@ from tests.support.models import SIZE, build, loads_as, same_bits, save
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
 PROJ = "model.layers.1.mlp.up_proj.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 Tensors = dict[str, torch.Tensor]
@@ -136,7 +138,8 @@ def ones(base: Path, name: str) -> Tensors:
 
 def sharded(base: Path, *, first: str = "weights") -> dict[str, str]:
     """Divide the checkpoint among two files, which an index names. Return which tensor is in which file."""
-    tensors, files = stored(base), [f"{first}-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    tensors = stored(base)
+    files = [f"{first}-{number:05d}-of-00002.safetensors" for number in (1, 2)]
     (base / WEIGHTS).unlink()
     where = {name: files[number % 2] for number, name in enumerate(tensors)}
     for file in files:
@@ -422,7 +425,8 @@ def test_a_float32_tensor_of_a_bf16_checkpoint_stays_float32_bit_for_bit(given, 
 )
 def test_all_weights_of_a_version_have_one_16_bit_dtype(of_base, of_trainer, expected, tmp_path):
     """Also the frozen ones; integers stay as they are. Rounded masters are followed exactly, too."""
-    steps, kind = torch.arange(300, 600), getattr(torch, expected)
+    steps = torch.arange(300, 600)
+    kind = getattr(torch, expected)
     model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE)).to(getattr(torch, of_base))
     base = edit(save(model, tmp_path / "base"), lambda tensors: tensors.update(steps=steps))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, of_trainer))
@@ -902,7 +906,8 @@ def to_packed(tensors: Tensors) -> None:
 
 def to_gptq(tensors: Tensors) -> None:
     for name in linear(tensors):
-        (rows, columns), stem = tensors.pop(name).shape, name.removesuffix("weight")
+        rows, columns = tensors.pop(name).shape
+        stem = name.removesuffix("weight")
         tensors[f"{stem}qweight"] = torch.ones(columns // 8, rows, dtype=torch.int32)
         tensors[f"{stem}qzeros"] = torch.ones(1, rows // 8, dtype=torch.int32)
         tensors[f"{stem}scales"] = torch.ones(1, rows, dtype=torch.float16)

@@ -118,7 +118,8 @@ def test_the_text_model_alone_of_a_checkpoint_that_sees_is_published_into_it(tmp
     assert loads_as(text, folder) == []
     assert Checkpoint(folder).specs == Checkpoint(base).specs
     seeing = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
-    mine, whole = dict(text.named_parameters()), dict(seeing.model.language_model.named_parameters())
+    mine = dict(text.named_parameters())
+    whole = dict(seeing.model.language_model.named_parameters())
     assert all(torch.equal(mine[f"model.{name}"], parameter) for name, parameter in whole.items())
 
 
@@ -137,7 +138,8 @@ def test_a_trainer_goes_on_with_a_run_of_stacks_without_a_base(tmp_path):
 
 def test_a_state_of_stacks_is_restored(tmp_path):
     url = f"{(tmp_path / 'bucket').as_uri()}#run"
-    base, model = save(build("qwen3_moe"), tmp_path / "base"), build("qwen3_moe")
+    base = save(build("qwen3_moe"), tmp_path / "base")
+    model = build("qwen3_moe")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with Publisher(url, base=base) as publisher:
         publisher.publish(model.named_parameters())

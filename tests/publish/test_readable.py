@@ -27,7 +27,8 @@ from delta_weight_sync import CodecError, DeltaWeightSyncError, Publisher, follo
 from tests import forked
 from tests.support.models import same_bits
 
-SHAPE, NAME = (16, 8), "layers.1.weight"
+SHAPE = (16, 8)
+NAME = "layers.1.weight"
 VALUES = torch.arange(math.prod(SHAPE)).reshape(SHAPE).sub(64).div(8)  # bf16 holds them exactly
 
 
@@ -190,17 +191,20 @@ def publish_all(folder: Path) -> None:
 
 def outcome(folder: Path, base: Path, run: str, make: Make, at: int) -> tuple[str, bool, int]:
     """What `publish` says, whether the library says it, and how many versions the run has."""
-    url, weights = f"{(folder / 'bucket').as_uri()}#{run}", handed_over(base)
+    url = f"{(folder / 'bucket').as_uri()}#{run}"
+    weights = handed_over(base)
     publisher = Publisher(url, base=base)
     if at:
         publisher.publish(weights.items())
         publisher.flush()
-    said, known = "", False
+    said = ""
+    known = False
     try:
         publisher.publish((weights | {NAME: make(weights[NAME])}).items())
         publisher.flush()
     except Exception as error:  # noqa: BLE001 - any error is a result
-        said, known = f"{type(error).__name__}: {error}", isinstance(error, DeltaWeightSyncError)
+        said = f"{type(error).__name__}: {error}"
+        known = isinstance(error, DeltaWeightSyncError)
     publisher.close()
     newest = open_run(url).newest()
     return said, known, newest.version + 1 if newest else 0
@@ -259,7 +263,8 @@ def made_for_inference(tensor: torch.Tensor) -> torch.Tensor:
 def test_a_layout_that_can_be_read_is_published_exactly(layout, tmp_path):
     """In each dtype of a checkpoint; the first time, and after a change of some elements' lowest bits."""
     values = {str(dtype).removeprefix("torch."): (VALUES * 8 + 100).to(dtype) for dtype in DTYPES}
-    base, url = make_base(tmp_path / "base"), f"{(tmp_path / 'bucket').as_uri()}#run"
+    base = make_base(tmp_path / "base")
+    url = f"{(tmp_path / 'bucket').as_uri()}#run"
     large = {"large": torch.ones(100, 100, dtype=torch.bfloat16)}
     save_file(values | large, base / "model.safetensors")
     with Publisher(url, base=base) as publisher:
@@ -288,7 +293,8 @@ def test_every_way_to_hand_weights_over_refuses_them(call, tmp_path):
 
 def test_a_module_whose_part_was_moved_away_is_refused_by_name(tmp_path):
     """As `accelerate` does it; the trainer goes on after the part has come back, in a new publisher."""
-    base, url = make_base(tmp_path / "base"), f"{(tmp_path / 'bucket').as_uri()}#run"
+    base = make_base(tmp_path / "base")
+    url = f"{(tmp_path / 'bucket').as_uri()}#run"
     layers = [torch.nn.Linear(*reversed(SHAPE), bias=False) for _ in range(3)]
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
     model.load_state_dict(handed_over(base))

@@ -84,7 +84,9 @@ def mixed(folder: Path, encoding: Encoding) -> tuple[RunReader, list[dict[str, t
     # Large enough for modes of their own.
     shapes += [(f"all.{dtype}", (3, 71)) for dtype in ("F32", "I64", "U8", "BOOL")]
     raw = {name: _random((*shape, DTYPES[_dtype(name)][1]), name, chance) for name, shape in shapes}
-    embed, frozen, states = 0.02 * torch.randn(300, 240, generator=chance), torch.tensor([1.5, -0.0]), []
+    embed = 0.02 * torch.randn(300, 240, generator=chance)
+    frozen = torch.tensor([1.5, -0.0])
+    states = []
     for version in range(11):
         for name, old in raw.items() if version else ():
             chosen = torch.rand((*old.shape[:-1], 1), generator=chance) < (0.2 if "some" in name else 1.0)
@@ -151,7 +153,8 @@ def _with_names(names: tuple[str, ...]) -> Files:
     del tree["seal"]
     refs = tree["anchor"]["files"]
     (config,) = (ref for ref in refs if ref["key"].endswith("/config.json"))
-    kept, folder = [ref for ref in refs if ref != config], config["key"].removesuffix("/config.json")
+    kept = [ref for ref in refs if ref != config]
+    folder = config["key"].removesuffix("/config.json")
     other = folder.replace("/00000000.", "/00000009.")
     for name in names:
         place = f"{other}/{name[3:]}" if name.startswith("../") else f"{folder}/{name}"

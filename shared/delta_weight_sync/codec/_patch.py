@@ -76,7 +76,8 @@ def diff(name: str, old: Bits, new: Bits) -> Patch:
 
 def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
     """Compare two flat uint16 arrays, whose first element has position `first`. Return (index, ulps)."""
-    old, new = np.ascontiguousarray(old, np.uint16), np.ascontiguousarray(new, np.uint16)
+    old = np.ascontiguousarray(old, np.uint16)
+    new = np.ascontiguousarray(new, np.uint16)
     _, index, ulps = compare(np.array([[old.ctypes.data, new.ctypes.data, 2, old.size]]), 1)
     return index + first, ulps
 

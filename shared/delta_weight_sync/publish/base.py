@@ -123,7 +123,8 @@ class Plan:
         return self._known[key]
 
     def _targets(self, name: str, tensor: torch.Tensor) -> Iterator[Target]:
-        trained, shape = dtype_of(tensor), tuple(tensor.shape)
+        trained = dtype_of(tensor)
+        shape = tuple(tensor.shape)
         views = self.names.views.get(name)
         named = views[0].name if views else name
         if not tensor.numel() and named in self.stored and 0 not in self.stored[named].shape:
@@ -282,7 +283,8 @@ class Base:
         """
         if self.checkpoint is None:
             return
-        tied, owned = plan.names.tied, set(own)
+        tied = plan.names.tied
+        owned = set(own)
         for name in sorted(tied.keys() & trained.keys()):
             both = {name, tied[name]} <= owned
             if name not in self._specs or (both and np.array_equal(bits(name), bits(tied[name]))):
@@ -298,7 +300,8 @@ class Base:
         strange = trained.keys() - self._specs.keys()
         lost = {*plan.names.loaded} - plan.names.buffers - trained.keys() - self._specs.keys()
         if plan.quantized:
-            missing, strange = self._dequantized(plan, missing, lost), strange - plan.names.loaded
+            missing = self._dequantized(plan, missing, lost)
+            strange -= plan.names.loaded
         if strange:
             raise self._unknown(min(strange), missing)
         shapes = {spec.shape for spec in trained.values()}
@@ -503,7 +506,8 @@ def _download(model: str, folder: Path) -> None:
     from huggingface_hub import snapshot_download
 
     try:
-        index, files = folder / INDEX, {WEIGHTS}
+        index = folder / INDEX
+        files = {WEIGHTS}
         if index.is_file():
             files = set(json.loads(index.read_text())["weight_map"].values())
         snapshot_download(model, allow_patterns=sorted(files))

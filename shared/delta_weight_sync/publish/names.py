@@ -121,7 +121,8 @@ def names_of(model: Any, stored: Shapes) -> Names:
     reverse = _reverse(model, probes, stored)
     with _Origins(probes) as origins:
         found = _revert(reverse, probes)
-    views, sources = dict[str, list[View]](), dict[tuple[str, ...], list[str]]()
+    views = dict[str, list[View]]()
+    sources = dict[tuple[str, ...], list[str]]()
     for name, tensor in found.items():
         if not tensor.numel():
             continue
@@ -293,7 +294,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _view(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> View | None:
     """Describe `tensor`, a view of the contiguous `parameter`. None if it is no box of the parameter."""
-    offset, box, dims = int(tensor.storage_offset()), list[tuple[int, int]](), list[int]()
+    offset = int(tensor.storage_offset())
+    box = list[tuple[int, int]]()
+    dims = list[int]()
     for stride in parameter.stride():
         box.append((offset // stride, offset // stride + 1) if stride else (0, 1))
         offset -= box[-1][0] * stride
@@ -309,7 +312,8 @@ def _view(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> View | No
         box[chosen] = box[chosen][0], box[chosen][0] + size
     if math.prod(end - start for start, end in box) != tensor.numel():
         return None
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    shape = tuple(tensor.shape)
+    strides = tuple(tensor.stride())
     return View(
         name, tuple(parameter.shape), shape, tuple(box), tuple(dims), strides, int(tensor.storage_offset())
     )

@@ -132,7 +132,8 @@ class Outbox:
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # of the tensors that every sync must hand over
         self._files: dict[str, list[str]] = {}  # each checkpoint file of this rank -> its tensors
-        self._words, self._full_bytes = 0, 0  # of all tensors
+        self._words = 0  # of all tensors
+        self._full_bytes = 0
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # version of the newest anchor
         self._sent = 0  # bytes that all ranks uploaded up to the newest version
         self._updates: list[PendingUpdate] = []  # oldest first; all merged into one, unless one is pinned
@@ -244,7 +245,8 @@ class Outbox:
         """Start from the newest version. If that version is damaged, the next sync publishes an anchor."""
         if (newest := self._writer.newest) is None:
             return
-        found, folder = list[tuple[str, str, Bits]](), self.shortcuts.folder / "resumed"
+        found = list[tuple[str, str, Bits]]()
+        folder = self.shortcuts.folder / "resumed"
         if self._peers.main:
             try:
                 bits = self._writer.reader.checkout(newest, folder)
@@ -278,7 +280,8 @@ class Outbox:
     def _spread(self, tensors: Iterable[tuple[str, str, Bits]]) -> None:
         """Send each of rank 0's tensors to its owner, whose mirror then holds the tensor."""
         for name, dtype, shape, bits in self._peers.scatter(tensors, self.owners):
-            self.shapes[name], self.dtypes[name] = shape, dtype
+            self.shapes[name] = shape
+            self.dtypes[name] = dtype
             if bits is not None:
                 self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16), dtype)
 
@@ -365,7 +368,8 @@ class Outbox:
         started, created_at = time.perf_counter(), time.time()
         self.repeated.published = {}
         for held in weights:
-            self.shapes[held.name], self.dtypes[held.name] = held.shape, held.dtype
+            self.shapes[held.name] = held.shape
+            self.dtypes[held.name] = held.dtype
             self._require_finite(held)
             if self.owns(held.name, held.shape):
                 self.mirror.add(held.name, held.tensor, held.dtype)

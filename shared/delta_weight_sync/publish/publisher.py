@@ -358,7 +358,8 @@ class Publisher:
         Raises:
             CodecError: A tensor of the version is not a plain view, or is not held in bf16.
         """
-        plan, found = self._planned(weights), dict[str, torch.Tensor]()
+        plan = self._planned(weights)
+        found = dict[str, torch.Tensor]()
         for name, tensor in checkpoint_weights(weights, plan):
             if plan.joined(name):
                 raise errors.CodecError(
@@ -403,7 +404,8 @@ class Publisher:
         return self._plan
 
     def _make_plan(self, weights: Model) -> Plan:
-        model, specs = _transformers_model(weights), self._outbox.specs
+        model = _transformers_model(weights)
+        specs = self._outbox.specs
         if not specs:  # no version yet, or none that could be rebuilt
             return self._start.plan(model) if self._start else Plan("", {}, Names())
         shapes = {name: spec.shape for name, spec in specs.items()}
@@ -432,7 +434,9 @@ class Publisher:
     def _named(self, weights: Model, plan: Plan) -> Weights:
         """Yield the trainer's tensors. The first time, log at the end which of them are rounded from float32,
         unless the trainer keeps all weights in float32, as masters."""
-        names, rounded, some_are_half = set[str](), list[str](), False
+        names = set[str]()
+        rounded = list[str]()
+        some_are_half = False
         for name, tensor in checkpoint_weights(weights, plan):
             if name in names:
                 raise errors.CodecError(f"parameter {name} comes twice: publish `model.named_parameters()`")
@@ -489,7 +493,8 @@ class Publisher:
             if newest is None and start:
                 _ = start.checkpoint  # raises if the weights cannot be read, before anything is written
             self._continued = newest.version if newest else 0
-            self._start, self._assets = start, assets if start else None
+            self._start = start
+            self._assets = assets if start else None
             model = start.name if start else ""
             writer = RunWriter(bucket, run, model=model, assets=self._assets, signing_key=key)
             writer.on_version = options.get("on_version")

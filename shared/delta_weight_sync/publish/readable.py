@@ -66,7 +66,8 @@ def _require_plain(name: str, held: torch.Tensor) -> None:
 
 
 def _require_plain_kind(name: str, held: torch.Tensor) -> None:
-    kind, dtype = type(held), str(held.dtype).removeprefix("torch.")
+    kind = type(held)
+    dtype = str(held.dtype).removeprefix("torch.")
     if isinstance(held, UninitializedTensorMixin) or held.is_meta:
         raise _error(name, "is on the meta device, without values", "load the parameter before you publish")
     packed = hasattr(held, "quant_state") or hasattr(held, "SCB") or held.is_quantized

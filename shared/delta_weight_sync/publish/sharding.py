@@ -200,7 +200,8 @@ def gathered(
         targets = plan.targets(name, tensor)
         own = [owns(target.name, target.words) for target in targets]
         if not isinstance(tensor, DTensor):
-            plain, lasting = tensor.detach(), isinstance(tensor, torch.nn.Parameter)
+            plain = tensor.detach()
+            lasting = isinstance(tensor, torch.nn.Parameter)
             for target in targets:
                 yield _whole(target, plain, lasting=lasting)
         elif is_block(tensor) and not first:
@@ -237,7 +238,8 @@ def _whole(target: Target, tensor: torch.Tensor, *, lasting: bool) -> Held:
 
 def _blocked(target: Target, tensor: DTensor) -> Held:
     """A tensor of a version, of which this rank has a block."""
-    held, block = local(tensor), held_block(tensor)
+    held = local(tensor)
+    block = held_block(tensor)
     _, is_copy = _block(tensor.shape, tensor.placements, tensor.device_mesh)
     if view := target.view:
         # The part of the view's box that lies in this rank's block.
@@ -370,7 +372,8 @@ def own_digest(weights: Weights, plan: Plan, owners: Mapping[str, int], rank: in
     for held in gathered(weights, plan, lambda name, _: owners[name] == rank, first=False):
         names.add(held.name)
         if block := held.own_block(owner=owners[held.name] == rank):
-            bits, (starts, length) = to_bits(held.tensor).reshape(-1), block.stretches()
+            bits = to_bits(held.tensor).reshape(-1)
+            starts, length = block.stretches()
             for number, first in enumerate(starts.tolist()):
                 total += tensor_digest(held.name, bits[number * length : (number + 1) * length], first)
     return total, names

@@ -280,7 +280,8 @@ class Follower:
         if started := not self._engine.serves(folder):
             self._require_patience(manifest)
             self._starting.failed("vLLM")  # counts as a failure, so that the next start must wait
-            self.serving, self._learned = None, _NONE
+            self.serving = None
+            self._learned = _NONE
             self._note(f"starting vLLM with version {manifest.version}")
             self._engine.start(folder)
         if tensors != self._learned:

@@ -119,9 +119,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 def record(model: torch.nn.Module, shapes: Shapes, dtypes: Dtypes) -> "Recorder":
     """Let the model load a probe for each tensor in `shapes`. Nothing is written. Raises `RouteError` if the
     model computes with data that deltas would not update."""
-    recorder, failed = Recorder(model, shapes, dtypes), dict[str, str]()
+    recorder = Recorder(model, shapes, dtypes)
+    failed = dict[str, str]()
     if recorder.load(shapes):  # it failed: load the probes one by one, to find the cause
-        recorder, touched = Recorder(model, shapes, dtypes), set[int]()
+        recorder = Recorder(model, shapes, dtypes)
+        touched = set[int]()
         for name, shape in shapes.items():
             alone = Recorder(model, {name: shape}, dtypes)
             if reason := alone.load([name]):
@@ -349,7 +351,8 @@ class Learned(NamedTuple):
 def learn(model: torch.nn.Module, shapes: Shapes, dtypes: Dtypes | None = None) -> Learned:
     """Learn the routes of the tensors in `shapes`. Nothing is written. Raises `RouteError` for a model that
     deltas cannot update."""
-    recorder, routes = record(model, shapes, dtypes or {}), dict[str, Route]()
+    recorder = record(model, shapes, dtypes or {})
+    routes = dict[str, Route]()
     sources: Sources = {**recorder.unroutable}
     for name, shape in shapes.items():
         if name not in sources:
@@ -397,7 +400,8 @@ def _pieces(destination: torch.Tensor, source: torch.Tensor) -> list[Piece]:
         (size - 1) * step for size, step in zip(destination.shape, destination.stride(), strict=True)
     )
     memory = destination.detach().as_strided((end,), (1,)).view(torch.int16)
-    words, wide = source.element_size() // 2, destination.element_size() // 2
+    words = source.element_size() // 2
+    wide = destination.element_size() // 2
     # The last dimension is that of the words of an element. A bf16 word is the upper half of a float32.
     sizes, strides, places = joined(
         (*source.shape, words),

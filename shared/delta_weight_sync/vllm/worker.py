@@ -134,7 +134,9 @@ class Fallback:
     ) -> None:
         """Prove that reloading works: load `bits`, which vLLM has loaded already, into `model` again.
         Raises `RouteError` if that fails or changes the model. The model is then damaged: do not serve it."""
-        self._model, self.bits, self._dtypes = model, dict(bits), dtypes or {}
+        self._model = model
+        self.bits = dict(bits)
+        self._dtypes = dtypes or {}
         if not bits:
             return
         before, names = self._fingerprints(), ", ".join(self.bits)
@@ -368,11 +370,13 @@ class DeltaWorker:
 
         Raises `RouteError` if the checkpoint lacks one, because then its digest is unknown.
         """
-        model, cache = self._config.model_config, self._config.load_config.download_dir
+        model = self._config.model_config
+        cache = self._config.load_config.download_dir
         if not (folder := Path(model.model)).is_dir():
             place: dict[str, Any] = {"revision": model.revision, "cache_dir": cache}
             folder = Path(snapshot_download(model.model, **place, local_files_only=True))
-        loaded, kept = checkpoint.Checkpoint(folder), dict[str, Bits]()
+        loaded = checkpoint.Checkpoint(folder)
+        kept = dict[str, Bits]()
         for name, reason in reasons.items():
             dtype = dtypes.get(name, "BF16")
             spec = loaded.specs.get(name)
