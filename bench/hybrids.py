@@ -30,7 +30,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 
 
 _CLIP = {**_SIGHT, "num_hidden_layers": 2, "model_type": "clip_vision_model"}
 _SIGLIP = {**_SIGHT, "num_hidden_layers": 2, "model_type": "siglip_vision_model"}
-_DELTA = {
+DELTA_NET = {
     "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -38,7 +38,7 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-_DELTA_MOE = {**UNTIED, **_DELTA, **SPARSE, "num_experts": 4, "shared_expert_intermediate_size": 32}
+_DELTA_MOE = {**UNTIED, **DELTA_NET, **SPARSE, "num_experts": 4, "shared_expert_intermediate_size": 32}
 _SEEN = "vision-language, text only"
 
 STATES = {
@@ -106,7 +106,7 @@ STATES = {
         lambda: t.Qwen3NextConfig(**_DELTA_MOE),
         drafts="mtp.",
     ),
-    "qwen3_5": Architecture("gated delta net, attention", lambda: t.Qwen3_5TextConfig(**UNTIED, **_DELTA)),
+    "qwen3_5": Architecture("gated delta net, attention", lambda: t.Qwen3_5TextConfig(**UNTIED, **DELTA_NET)),
     "qwen3_5_moe": Architecture(
         "gated delta net, attention, MoE",
         lambda: t.Qwen3_5MoeTextConfig(**_DELTA_MOE),
@@ -189,7 +189,7 @@ SIGHT = {
     "qwen3_5_vl": Architecture(
         f"{_SEEN}, gated delta net, layer for drafts",
         lambda: t.Qwen3_5Config(
-            text_config={**UNTIED, **_DELTA}, vision_config={**_QWEN_SIGHT, "out_hidden_size": 64}
+            text_config={**UNTIED, **DELTA_NET}, vision_config={**_QWEN_SIGHT, "out_hidden_size": 64}
         ),
         drafts="mtp.",
     ),

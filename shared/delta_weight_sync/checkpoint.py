@@ -224,7 +224,11 @@ def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
 def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, NDArray[Any]]:
     """Map the words of a `.safetensors` file into memory: uint16 arrays, or uint8 for dtypes of one byte.
 
-    In mode "r+", writing to an array changes the file. Raises `SafetensorError` for other kinds of files.
+    In mode "r+", writing to an array changes the file.
+
+    Raises:
+        SafetensorError: It is another kind of file, or damaged.
+        CheckpointError: It has a dtype that versions cannot have.
     """
     with safe_open(path, framework="numpy"):  # checks that every tensor lies inside the file
         pages = np.memmap(path, np.uint8, mode).view(np.ndarray)
@@ -233,11 +237,13 @@ def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, NDArray[An
     header.pop("__metadata__", None)
     bits: dict[str, NDArray[Any]] = {}
     for name, entry in header.items():
-        if (dtype := entry["dtype"]) in DTYPES:
-            start, end = entry["data_offsets"]
-            kind = np.uint8 if DTYPES[dtype][1] == 1 else np.uint16
-            shape = words_shape(dtype, tuple(entry["shape"]))
-            bits[name] = pages[data + start : data + end].view(kind).reshape(shape)
+        dtype = entry["dtype"]
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{path.name} has {name} in {dtype}, a dtype that no version has")
+        start, end = entry["data_offsets"]
+        kind = np.uint8 if DTYPES[dtype][1] == 1 else np.uint16
+        shape = words_shape(dtype, tuple(entry["shape"]))
+        bits[name] = pages[data + start : data + end].view(kind).reshape(shape)
     return bits
 
 

@@ -467,7 +467,7 @@ def map_weights(folder: Path, anchor: AnchorRef) -> dict[str, Bits]:
     try:
         files = [checkpoint.map_bits(folder / ref.name, "r+") for ref in anchor.weights]
         return {name: bits for file in files for name, bits in file.items()}
-    except (SafetensorError, ValueError, LookupError) as error:
+    except (SafetensorError, errors.CheckpointError, ValueError, LookupError) as error:
         raise errors.ProtocolError(
             f"the anchor of version {anchor.version} is not a checkpoint: {error}"
         ) from error

@@ -161,8 +161,8 @@ def cut(length: int) -> Any:
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 # No part between slashes is empty or begins with a dot, so no key leads out of its folder.
-_PARTS = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$"
-Key = Annotated[str, Field(pattern=_PARTS, max_length=501)]
+KEY: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$"
+Key = Annotated[str, Field(pattern=KEY, max_length=501)]
 RunName = Annotated[str, Field(pattern=f"^{RUN_NAME}$")]
 WriterId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]

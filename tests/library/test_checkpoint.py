@@ -119,3 +119,9 @@ def test_order_and_layout_do_not_count():
     bits = np.arange(12, dtype=np.uint16).reshape(3, 4)
     assert digest.state_digest({"a": bits, "b": bits}) == digest.state_digest({"b": bits, "a": bits})
     assert digest.tensor_digest("a", bits) == digest.tensor_digest("a", bits.reshape(-1))
+
+
+def test_a_dtype_that_no_version_has_is_refused_by_name(tmp_path):
+    save_file({"w_scale": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has w_scale in F8_E4M3"):
+        map_bits(tmp_path / "model.safetensors")

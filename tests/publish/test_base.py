@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -323,6 +325,18 @@ def test_damaged_weights_are_refused_by_name_before_anything_is_published(damage
     words = damage(base).split()
     refused(base, without(model, EMBED), *words)
     assert not list((base.parent / "bucket").rglob("*.json")), "the run has not begun"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"], ids=["empty", "cut", "list"])
+def test_a_damaged_config_is_refused_by_name(content, model, base):
+    (base / "config.json").write_text(content)
+    refused(base, model, "config.json of my-policy", "damaged", "download it again")
+
+
+def test_a_base_without_weights_needs_every_parameter(model, base):
+    (base / WEIGHTS).unlink()
+    refused(base, without(model, NORM), NORM, "neither", "publish every parameter")
+    assert stored(publish(base, [model])).keys() == dict(model.named_parameters()).keys()
 
 
 @pytest.fixture
@@ -957,6 +971,13 @@ def test_a_quantized_tensor_that_was_not_published_is_refused_by_name(method, mo
     refused(base, without(model, PROJ), PROJ.removesuffix("weight"), "quantized", "dtype")
 
 
+@pytest.mark.parametrize("method", QUANTIZE)
+def test_a_vocabulary_that_was_resized_is_refused_of_a_quantized_base_too(method, model, base):
+    quantized(base, method)
+    model.resize_token_embeddings(136)
+    refused(base, model, EMBED, "(136, ", "resized the vocabulary")
+
+
 def to_mxfp4(tensors: Tensors) -> None:
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, rows, columns = tensors.pop(name).shape
@@ -1130,3 +1151,20 @@ def test_parameters_under_names_of_peft_are_refused_with_how_to_merge_them(metho
         for own in (ADAPTED[method] if name.endswith("q_proj.weight") else [""])
     ]
     refused(base, weights, "PEFT", "merge", "q_proj", kind=ConfigError)
+
+
+@pytest.mark.parametrize("wrapped", ["lora", "prompt"])
+def test_a_model_of_peft_is_refused_with_how_to_merge_it(wrapped, model, base):
+    configs = {
+        "lora": LoraConfig(target_modules=["q_proj"]),
+        "prompt": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+    }
+    adapted = get_peft_model(model, configs[wrapped])
+    refused(base, adapted, "PEFT", "merge", kind=ConfigError)
+    refused(base, adapted.state_dict(), "PEFT", "merge", kind=ConfigError)
+
+
+def test_without_transformers_names_count_that_are_the_checkpoints(model, base, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert stored(publish(base, [without(model, NORM)])).keys() == stored(base).keys()
+    assert "transformers is not installed" in warnings_in(caplog)

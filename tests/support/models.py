@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from bench.hybrids import DELTA_NET
+
 SIZE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 128,  # heads of 32, which vLLM's kernels for CPUs take
@@ -28,14 +30,6 @@ LATENT = {  # sizes for which vLLM has a kernel
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
-}
-DELTA_NET = {
-    "head_dim": 32,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 SIGHT = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "depth": 1, "patch_size": 4}

@@ -31,13 +31,13 @@ _CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # smallest size in each class but 
 
 @dataclass(slots=True)
 class Patch:
-    """The changed elements of one tensor.
+    """The changed words of one tensor; an element of a 16-bit dtype is one word.
 
     Attributes:
         name: The tensor's name in the checkpoint.
-        shape: The tensor's shape.
+        shape: The shape of the tensor's words.
         index: int64 [n], strictly increasing row-major positions.
-        ulps: uint16 [n], `(new - old) mod 2^16` of the bf16 patterns, never zero. Read as signed, +1 is the
+        ulps: uint16 [n], `(new - old) mod 2^16` of the words, never zero. Of bf16, read as signed, +1 is the
             next larger magnitude.
     """
 
@@ -48,7 +48,7 @@ class Patch:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the tensor."""
+        """Number of words of the tensor."""
         return math.prod(self.shape)
 
 

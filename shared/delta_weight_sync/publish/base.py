@@ -1,32 +1,23 @@
-"""The checkpoint that a run starts from, and how the trainer's tensors become those of a version.
-
-A version holds each tensor of the checkpoint, under its name there, in its dtype there. There are two
-exceptions:
-
-- A checkpoint that is float32 as a whole gives versions in bf16, the dtype that servers use. In a checkpoint
-  of a 16-bit dtype, float32 tensors are there on purpose, so they stay float32.
-- If the trainer holds a tensor in another 16-bit dtype than the checkpoint, the version has the trainer's.
-"""
+"""The checkpoint that a run starts from."""
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import json
 import logging
 import math
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
-import torch
 
 from delta_weight_sync.checkout import RECORD
 from delta_weight_sync.checkpoint import (
@@ -39,154 +30,34 @@ from delta_weight_sync.checkpoint import (
     WEIGHTS,
     Bits,
     Checkpoint,
-    Shapes,
-    Spec,
     Specs,
-    dtype_of,
 )
 from delta_weight_sync.errors import CheckpointError
-from delta_weight_sync.publish.names import Joined, Names, View, models_of, names_of
-from delta_weight_sync.publish.readable import no_elements
-from delta_weight_sync.records import MAX_ASSETS
+from delta_weight_sync.publish.names import find_names
+from delta_weight_sync.publish.plan import HALF, PACKED, Plan, main_dtype
+from delta_weight_sync.records import KEY, MAX_ASSETS
 from delta_weight_sync.signing import SECRET
 
-HALF: Final = ("BF16", "F16")
 MERGED: Final = "merge adapters, and publish the plain model, `model.merge_and_unload()`"
 PEFT: Final = re.compile(r"\.base_layer\.|\.lora_|\.modules_to_save\.")
 _HEAD: Final = "lm_head.weight"
-_PACKED: Final = ("U8", "I8", "I32")  # dtypes in which quantized checkpoints pack weights
-# Files of a checkpoint that no version has: weights in any format, what training left behind, pages and
-# pictures.
+# Files of a checkpoint that no version has: weights in any format, pages and pictures, and what training left
+# behind.
 _WEIGHTS: Final = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz", "*.ot"),
     *("*.onnx", "*.onnx_data", "*.tflite", "*.mlmodel", "*.pkl"),
     *("original/*", "onnx/*", "coreml/*", "openvino/*"),
 )
+_PAGES: Final = ("*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.pdf", ".*", "*/.*")
 _LEFT_OUT: Final = (
-    *(*_WEIGHTS, "*.index.json", "trainer_state.json", "*.md", "*.png", "*.jpg", "*.pdf", ".*", "*/.*"),
+    *(*_WEIGHTS, *_PAGES, "*.index.json", "trainer_state.json"),
     *("hf_quant_config.json", "quant_config.json", "quantize_config.json", RECORD),
 )
 # The subfolders that servers read. Others are no part of a checkpoint: perhaps a bucket, logs, other models.
 _FOLDERS: Final = ("additional_chat_templates/*", "[0-9]_*/*")
 _SMALL: Final = 1 << 16  # bytes; a larger file is no key
 _QUANTIZATION: Final = {"quantization_config", "compression_config"}  # fields of a config
-_KEY: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")  # a key's end
 _log = logging.getLogger("delta_weight_sync")
-
-
-class Target(NamedTuple):
-    """A tensor of a version, made from one tensor of the trainer.
-
-    Attributes:
-        name: Its name in the checkpoint.
-        dtype: Its dtype in a version.
-        words: The shape of its words.
-        view: How it lies in the trainer's tensor; None if it is the whole tensor.
-    """
-
-    name: str
-    dtype: str
-    words: tuple[int, ...]
-    view: View | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the trainer's tensors become the tensors of a version.
-
-    Attributes:
-        source: Name of the checkpoint or of the run that decides, for messages.
-        stored: The tensors that it has; empty if it has no weights.
-        names: What the parameters of the trainer's model are called there.
-        quantized: Whether it is quantized, so that its dtypes say nothing about the trainer's.
-        fixed: Whether it is a run, whose dtypes cannot change.
-    """
-
-    source: str
-    stored: Specs
-    names: Names
-    quantized: bool = False
-    fixed: bool = False
-    _known: dict[tuple[str, torch.dtype, torch.Size], list[Target]] = field(
-        default_factory=dict, compare=False
-    )
-
-    def targets(self, name: str, tensor: torch.Tensor) -> list[Target]:
-        """The tensors of a version that are views of a tensor of the trainer.
-
-        Raises:
-            CheckpointError: A version cannot hold them.
-        """
-        key = name, tensor.dtype, tensor.shape
-        if key not in self._known:
-            self._known[key] = [*self._targets(name, tensor)]
-        return self._known[key]
-
-    def _targets(self, name: str, tensor: torch.Tensor) -> Iterator[Target]:
-        trained = dtype_of(tensor)
-        shape = tuple(tensor.shape)
-        views = self.names.views.get(name)
-        named = views[0].name if views else name
-        if not tensor.numel() and named in self.stored and 0 not in self.stored[named].shape:
-            raise no_elements(name, tensor)
-        if views is None:
-            yield self.target(name, trained, shape)
-        elif len(views) == 1 and views[0].is_whole:
-            yield self.target(views[0].name, trained, shape)
-        elif views[0].parameter != shape:
-            raise CheckpointError(
-                f"{name} has shape {shape}, but the model of {self.source} has {views[0].parameter}: give as"
-                " base the checkpoint that the policy was loaded from"
-            )
-        else:
-            for view in views:
-                yield self.target(view.name, trained, view.shape, view)
-
-    def target(self, name: str, trained: str, shape: tuple[int, ...], view: View | None = None) -> Target:
-        """The tensor `name` of a version; `trained` is the dtype that the trainer has it in."""
-        dtype = self._dtype(name, trained)
-        return Target(name, dtype, Spec(dtype, shape).words, view)
-
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor that comes from this tensor of the trainer."""
-        names = [view.name for view in self.names.views.get(name, ())] or [name]
-        return not self.stored or any(each in self.stored for each in names)
-
-    def joined(self, name: str) -> Joined | None:
-        """The tensors that are computed from a tensor of the trainer and others."""
-        return self._joined.get(name)
-
-    @cached_property
-    def _joined(self) -> dict[str, Joined]:
-        return {source: joined for joined in self.names.joined for source in joined.sources}
-
-    @cached_property
-    def main(self) -> str:
-        """The float dtype of most elements of the checkpoint; "" if it has none."""
-        return main_dtype(self.stored)
-
-    def is_kept(self, name: str) -> bool:
-        """Whether the checkpoint holds a tensor in a wider float dtype than most of its weights."""
-        return self.main in HALF and name in self.stored and self.stored[name].dtype in ("F32", "F64")
-
-    def _dtype(self, name: str, trained: str) -> str:
-        stored = self.stored[name].dtype if name in self.stored else trained
-        both_float = trained in FLOATS and (stored in FLOATS or self.quantized)
-        if trained in _PACKED and stored in FLOATS:
-            raise CheckpointError(
-                f"{name} is quantized ({trained}) in the trainer: load the model in bf16, or merge and"
-                " dequantize it, before you publish"
-            )
-        if not both_float and stored != trained:
-            raise CheckpointError(
-                f"{name} is {trained} in the trainer, but {stored} in {self.source}: publish it in that"
-                " dtype, or leave it out if training does not change it"
-            )
-        if not both_float or (self.fixed and name in self.stored) or self.is_kept(name):
-            return stored
-        if trained in HALF or (trained == "F32" and name in self.names.float32):
-            return trained
-        return self.main if self.main in HALF else "BF16"
 
 
 class Base:
@@ -212,7 +83,12 @@ class Base:
         config = self.folder / "config.json"
         if not config.is_file():
             raise CheckpointError(f"{self.name} holds no config.json: name a checkpoint's folder as base")
-        self._config: dict[str, Any] = json.loads(config.read_text())
+        try:
+            self._config = dict[str, Any](json.loads(config.read_text()))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"config.json of {self.name} is damaged ({error}): download it again"
+            ) from error
         self._code = trust_remote_code
         self._require_known_code()
 
@@ -243,12 +119,8 @@ class Base:
             names = replace(names, tied={_HEAD: "the embedding"}, head=_HEAD)
         tied = {name: source for name, source in names.tied.items() if not self._differ(name, source)}
         packed = any(spec.dtype not in DTYPES for spec in self._specs.values())
-        quantized = packed or any(part.keys() & _QUANTIZATION for part in self._parts())
+        quantized = packed or any(part.keys() & _QUANTIZATION for part in _parts(self._config))
         return Plan(self.name, self._specs, replace(names, tied=tied), quantized=quantized)
-
-    def _parts(self) -> list[dict[str, Any]]:
-        """The config and the configs in it."""
-        return [self._config, *(part for part in self._config.values() if isinstance(part, dict))]
 
     def _differ(self, name: str, source: str) -> bool:
         """Whether the checkpoint has two tensors with different values. Then `from_pretrained` does not tie
@@ -281,24 +153,16 @@ class Base:
             CheckpointError: The policy was not loaded from this checkpoint, or a tensor is missing that the
                 checkpoint cannot give.
         """
-        if self.checkpoint is None:
-            return
         tied = plan.names.tied
+        lost = {*plan.names.loaded} - plan.names.buffers - trained.keys() - self._specs.keys()
+        if self.checkpoint is None:
+            self._require_none_lost(lost)
+            return
         owned = set(own)
-        for name in sorted(tied.keys() & trained.keys()):
-            both = {name, tied[name]} <= owned
-            if name not in self._specs or (both and np.array_equal(bits(name), bits(tied[name]))):
-                raise self._error(
-                    f"{name} was published, but the config of {self.name} ties it to {tied[name]}",
-                    "publish `model.named_parameters()`, which has tied weights once; or save the untied"
-                    " model (`save_pretrained`), and give that folder as base",
-                )
-        for name, spec in trained.items():
-            if name in self._specs and self._specs[name].shape != spec.shape and not plan.quantized:
-                raise self._other_shape(name, spec.shape, self._specs[name].shape)
+        self._require_tied_once(plan, trained, owned, bits)
+        self._require_same_shapes(trained)
         missing = self._specs.keys() - trained.keys() - tied.keys()
         strange = trained.keys() - self._specs.keys()
-        lost = {*plan.names.loaded} - plan.names.buffers - trained.keys() - self._specs.keys()
         if plan.quantized:
             missing = self._dequantized(plan, missing, lost)
             strange -= plan.names.loaded
@@ -308,11 +172,7 @@ class Base:
         if not plan.names.views and _HEAD in missing and self._specs[_HEAD].shape in shapes:
             # Nothing says whether the policy uses a trained tensor as its head.
             raise self._error(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
-        if lost:
-            raise self._error(
-                f"{min(lost)} is neither in {self.name} nor published",
-                "publish every parameter that the checkpoint does not have",
-            )
+        self._require_none_lost(lost)
         if missing:
             self._require_same_model(trained, owned, bits)
             shown = sorted(missing, key=lambda name: (name not in plan.names.buffers, name))  # buffers first
@@ -330,6 +190,35 @@ class Base:
                 dtype = main if stored in FLOATS and not kept else stored
                 yield name, dtype, self.checkpoint.read(name, dtype)
 
+    def _require_none_lost(self, lost: set[str]) -> None:
+        """Raise `CheckpointError` if neither the checkpoint nor the trainer gives a tensor of the model."""
+        if lost:
+            raise self._error(
+                f"{min(lost)} is neither in {self.name} nor published",
+                "publish every parameter that the checkpoint does not have",
+            )
+
+    def _require_tied_once(
+        self, plan: Plan, trained: Specs, owned: set[str], bits: Callable[[str], Bits]
+    ) -> None:
+        """Raise `CheckpointError` if a tensor was published that the model ties to another."""
+        tied = plan.names.tied
+        for name in sorted(tied.keys() & trained.keys()):
+            comparable = {name, tied[name]} <= owned
+            if name not in self._specs or (comparable and np.array_equal(bits(name), bits(tied[name]))):
+                raise self._error(
+                    f"{name} was published, but the config of {self.name} ties it to {tied[name]}",
+                    "publish `model.named_parameters()`, which has tied weights once; or save the untied"
+                    " model (`save_pretrained`), and give that folder as base",
+                )
+
+    def _require_same_shapes(self, trained: Specs) -> None:
+        """Raise `CheckpointError` for another shape than in the checkpoint. Quantized tensors have others."""
+        for name, spec in trained.items():
+            stored = self._specs.get(name, spec)
+            if stored.dtype in FLOATS and stored.shape != spec.shape:
+                raise self._other_shape(name, spec.shape, stored.shape)
+
     def write_files(self, folder: Path, plan: Plan, version: Specs) -> None:
         """Copy the files that a server needs, all but weights, and write a config that fits a version.
 
@@ -346,7 +235,7 @@ class Base:
             if path.stat().st_size <= _SMALL and SECRET.encode() in path.read_bytes():
                 _log.warning("versions lack %s of %s, because it holds a secret key", name, self.name)
                 continue
-            if not _KEY.fullmatch(name):
+            if not re.fullmatch(KEY, f"files/{name}"):
                 _log.warning(
                     "versions lack %s of %s: its name has characters that no key may have", name, self.name
                 )
@@ -365,8 +254,8 @@ class Base:
                 (folder / name).write_text(without)
             else:
                 shutil.copyfile(path, folder / name)
-        config = json.loads(json.dumps(self._config))
-        for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        config = copy.deepcopy(self._config)
+        for part in _parts(config):
             for key in _QUANTIZATION:
                 part.pop(key, None)
             if part is config or {"dtype", "torch_dtype"} & part.keys():
@@ -382,10 +271,14 @@ class Base:
         """Raise `CheckpointError` if only untrusted code of the checkpoint can load the model."""
         if self._code or not self._config.get("auto_map"):
             return
-        from transformers import CONFIG_MAPPING
-
         kind = self._config.get("model_type")
-        if kind not in CONFIG_MAPPING:
+        try:
+            from transformers import CONFIG_MAPPING
+
+            is_known = kind in CONFIG_MAPPING
+        except ImportError:
+            is_known = False
+        if not is_known:
             raise CheckpointError(
                 f"the model of {self.name} needs Python code of its own (auto_map in config.json): set"
                 " trust_remote_code=True to put this code into every version; replicas then need"
@@ -403,11 +296,8 @@ class Base:
         `lost`: parameters that are neither published nor in the checkpoint under their own names.
         """
         wanted = plan.names.loaded
-        packed = [
-            n
-            for n in missing & wanted
-            if self._specs[n].dtype not in DTYPES or self._specs[n].dtype in _PACKED
-        ]
+        dtypes = {name: self._specs[name].dtype for name in missing & wanted}
+        packed = [name for name, dtype in dtypes.items() if dtype not in DTYPES or dtype in PACKED]
         packed += lost
         if packed or not wanted:
             which = f"{min(packed)} was not published, and " if packed else ""
@@ -452,16 +342,9 @@ class Base:
         return CheckpointError(f"{why}: {fix or same}")
 
 
-def find_names(source: Any, stored: Shapes) -> Names:
-    """Find the checkpoint's names of a live model, or of the models that a checkpoint may be loaded as.
-
-    Of two models that have a parameter of the same name, the first counts.
-    """
-    if not isinstance(source, Path):
-        return names_of(source, stored)
-    found = [names_of(model, stored) for model in models_of(source)] or [Names()]
-    views = {name: made for names in reversed(found) for name, made in names.views.items()}
-    return replace(found[0], views=views)
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A config, and the configs in it."""
+    return [config, *(part for part in config.values() if isinstance(part, dict))]
 
 
 def _without_code(path: Path) -> str:
@@ -471,15 +354,6 @@ def _without_code(path: Path) -> str:
         if isinstance(content, dict) and content.pop("auto_map", None):
             return json.dumps(content, indent=2)
     return ""
-
-
-def main_dtype(specs: Specs) -> str:
-    """The float dtype of most elements; "" if there is none."""
-    elements = Counter[str]()
-    for spec in specs.values():
-        if spec.dtype in FLOATS:
-            elements[spec.dtype] += math.prod(spec.shape)
-    return max(elements, key=elements.__getitem__, default="")
 
 
 def _half(plan: Plan, version: Specs) -> str:
@@ -495,7 +369,7 @@ def _find(source: str | Path) -> tuple[Path, str]:
     if Path(source).is_dir():
         return Path(source), Path(source).resolve().name
     try:
-        return Path(snapshot_download(str(source), ignore_patterns=[*_WEIGHTS])), str(source)
+        return Path(snapshot_download(str(source), ignore_patterns=[*_WEIGHTS, *_PAGES])), str(source)
     except (OSError, ValueError) as error:
         what = f"base {str(source)!r} is neither a folder nor a model of the Hub that can be read here"
         raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from error

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class View(NamedTuple):
             return parameter.as_strided(self.shape, self.strides, at)
         return self.cut(parameter, self.box)
 
-    def cut(self, held: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def cut(self, held: torch.Tensor, box: Iterable[Sequence[int]]) -> torch.Tensor:
         """Cut `box` out of a part of the parameter; the result has the tensor's dimensions in their order."""
         part = held[tuple(slice(*ends) for ends in box)]
         dropped = [dim for dim in range(part.dim()) if dim not in self.dims]
@@ -133,24 +134,40 @@ def names_of(model: Any, stored: Shapes) -> Names:
         else:
             sources.setdefault(parameters, []).append(name)
     named = {source: [view.name for view in made] for source, made in views.items()}
-    both = ((target, source) for target, source in ties.items() if target in named and source in named)
-    tied = {named[target][0]: named[source][0] for target, source in both}
-    found_names = [name for names in named.values() for name in names] + [
-        n for ns in sources.values() for n in ns
-    ]
+    tied = {
+        named[target][0]: named[source][0]
+        for target, source in ties.items()
+        if target in named and source in named
+    }
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     wide = [name for name in views if any(module in name for module in strict)]
     return Names(
-        {source: tuple(made) for source, made in views.items()},
-        tuple(Joined(parameters, tuple(names)) for parameters, names in sources.items()),
-        frozenset(found_names) - tied.keys(),
-        tied,
-        next(iter(named.get(_head(model, state, ties), ())), ""),
-        frozenset(name for source in views.keys() - trained for name in named[source]),
-        frozenset(name for source in wide for name in named[source]),
-        reverse,
+        views={source: tuple(made) for source, made in views.items()},
+        joined=tuple(Joined(parameters, tuple(names)) for parameters, names in sources.items()),
+        loaded=frozenset(chain(*named.values(), *sources.values())) - tied.keys(),
+        tied=tied,
+        head=next(iter(named.get(_head(model, state, ties), ())), ""),
+        buffers=frozenset(name for source in views.keys() - trained for name in named[source]),
+        float32=frozenset(name for source in wide for name in named[source]),
+        reverse=reverse,
     )
+
+
+def find_names(source: Any, stored: Shapes) -> Names:
+    """Find the checkpoint's names of a live model, or of the models that a checkpoint may be loaded as.
+
+    Of two models that have a parameter of the same name, the first counts.
+
+    Args:
+        source: The model, or the checkpoint's folder.
+        stored: As for `names_of`.
+    """
+    if not isinstance(source, Path):
+        return names_of(source, stored)
+    found = [names_of(model, stored) for model in models_of(source)] or [Names()]
+    views = {name: made for names in reversed(found) for name, made in names.views.items()}
+    return replace(found[0], views=views)
 
 
 def models_of(folder: Path) -> Iterator[Any]:
@@ -158,10 +175,16 @@ def models_of(folder: Path) -> Iterator[Any]:
 
     A checkpoint of a model that sees may also be loaded as its text model alone.
     """
-    import transformers
-
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        import transformers
+    except ImportError:
+        _log.warning(
+            "transformers is not installed, so a parameter must have the name that its tensor has in the"
+            " checkpoint; to lift this, install delta-weight-sync[trl]"
+        )
+        return
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - of a model that transformers does not know; or it is damaged
         _log.debug("transformers cannot read the config: %s", error)
         return
@@ -221,15 +244,16 @@ class _Reversal:
 def _reverse(model: Any, probes: Mapping[str, torch.Tensor], stored: Shapes) -> _Reversal | None:
     """Return the conversions of this model that are to be reversed; None if there are none.
 
-    `save_pretrained` calls this function, and PEFT relies on it. Releases of transformers before 5 lack it:
-    there, the names of parameters are those of the checkpoint.
+    `save_pretrained` calls these functions, and PEFT relies on them. Releases of transformers that lack them
+    are taken to rename nothing: what they do rename is then refused, as a name that the checkpoint lacks.
     """
     if not hasattr(model, "base_model_prefix"):  # not a model of transformers
         return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:
+    except ImportError as error:
+        _log.warning("this release of transformers does not say how it renames tensors: %s", error)
         return None
     used = get_model_conversion_mapping(model, add_legacy=bool(stored))
     if stored:

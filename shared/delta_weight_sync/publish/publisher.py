@@ -17,10 +17,11 @@ from delta_weight_sync.checkpoint import Bits, Spec, Specs, dtype_of
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import tensor_digest, to_hex
 from delta_weight_sync.prune import Keep
-from delta_weight_sync.publish.base import HALF, MERGED, PEFT, Base, Plan, find_names
+from delta_weight_sync.publish.base import MERGED, PEFT, Base
 from delta_weight_sync.publish.mirror import Place
-from delta_weight_sync.publish.names import Names
+from delta_weight_sync.publish.names import Names, find_names
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
+from delta_weight_sync.publish.plan import HALF, Plan
 from delta_weight_sync.publish.readable import require_readable
 from delta_weight_sync.publish.sharding import Held, Peers, Weights, gathered, local, own_digest
 from delta_weight_sync.publish.undo import UndoLog
@@ -121,7 +122,7 @@ class Publisher:
         self._start: Base | None = None  # only on the main rank
         self._assets: Path | None = None  # folder with the small files of `_start`
         self._plan: Plan | None = None  # made when the first weights come
-        self._checked = False  # whether `_named` has seen all tensors
+        self._rounding_known = False  # whether `_named` has said which tensors are rounded
         self._peers = peers or Peers()
         self._resources = contextlib.ExitStack()
         with self._peers.fail_together():
@@ -216,8 +217,9 @@ class Publisher:
             step: Number of this sync, stored in the version; by default syncs are counted from 1.
 
         Raises:
-            CheckpointError, CodecError: A tensor cannot be published exactly; the message names it and the
-            fix. FencedError, AccessDeniedError: This call failed, or the background thread had failed.
+            CheckpointError, CodecError: A tensor cannot be published exactly. The message names
+                it and the fix.
+            FencedError, AccessDeniedError: This call failed, or the background thread had failed.
         """
         self.sync = self.sync + 1 if step is None else step
         first, self._begun = not self._begun, True
@@ -343,7 +345,7 @@ class Publisher:
         return manifest
 
     def digest(self, weights: Model) -> str:
-        """The digest that a version with these weights (of all ranks, cast to bf16) would have."""
+        """The digest that a version with these weights, of all ranks, would have."""
         plan = self._planned(weights)
         own, names = own_digest(self._named(weights, plan), plan, self._outbox.owners, self._peers.rank)
         mirror = self._outbox.mirror  # also has the untrained weights
@@ -409,10 +411,15 @@ class Publisher:
         if not specs:  # no version yet, or none that could be rebuilt
             return self._start.plan(model) if self._start else Plan("", {}, Names())
         shapes = {name: spec.shape for name, spec in specs.items()}
-        with Scratch() as folder:
-            if model is None and not self._start and self._writer and self._writer.newest:
-                self.reader.fetch_all(self._writer.newest.anchor.small, folder)
-            names = find_names(model or (self._start.folder if self._start else folder), shapes)
+        if model is not None:
+            names = find_names(model, shapes)
+        elif self._start:
+            names = find_names(self._start.folder, shapes)
+        else:
+            with Scratch() as folder:
+                if self._writer and self._writer.newest:
+                    self.reader.fetch_all(self._writer.newest.anchor.small, folder)
+                names = find_names(folder, shapes)
         plan = Plan(f"run {self.reader.keys.run!r}", specs, names, fixed=True)
         if self._start and self._assets:
             self._start.write_files(self._assets, plan, specs)
@@ -444,16 +451,16 @@ class Publisher:
                 raise errors.ConfigError(f"{name} is PEFT's name of a parameter: {MERGED}")
             names.add(name)
             targets = () if plan.joined(name) else plan.targets(name, tensor)
-            if not self._checked:
+            if not self._rounding_known:
                 some_are_half |= dtype_of(tensor) in HALF
                 rounded += [t.name for t in targets if tensor.dtype == torch.float32 and t.dtype in HALF]
             yield name, tensor
-        if rounded and some_are_half and not self._checked:
+        if rounded and some_are_half and not self._rounding_known:
             _log.warning(
                 "%d float32 tensors of the trainer are rounded, such as %s, because %s has them in 16 bits",
                 *(len(rounded), rounded[0], plan.source or "the run"),
             )
-        self._checked = True
+        self._rounding_known = True
 
     def _whole(self, weights: Model, plan: Plan) -> Iterator[Held]:
         for name, tensor in self._named(weights, plan):

@@ -16,8 +16,8 @@ from delta_weight_sync.checkpoint import dtype_of
 from delta_weight_sync.errors import CodecError
 
 _DEVICES = ("cpu", "cuda")
+_UNQUANTIZED = "load the model in bf16, or merge and dequantize it, before you publish"
 _passed = set[tuple[type, torch.dtype, torch.layout, torch.device]]()  # kinds of tensors without a fault
-_NEGATIVE = torch._C.DispatchKey.Negative
 _PLAIN = torch.Tensor.__torch_dispatch__  # a subclass that computes by itself has another one
 
 
@@ -52,7 +52,7 @@ def _require_plain(name: str, held: torch.Tensor) -> None:
         _require_plain_kind(name, held)
         if held.is_floating_point():  # a packed tensor of integers may look like a plain one
             _passed.add(seen)
-    if torch._C._dispatch_keys(held).has(_NEGATIVE):  # `is_neg` would wait for the thread that publishes
+    if held.is_neg():
         raise _error(name, "is a lazy view, whose memory has other values", "publish `tensor.resolve_neg()`")
     if held.numel():
         last = held.numel() - 1
@@ -86,9 +86,6 @@ def _require_plain_kind(name: str, held: torch.Tensor) -> None:
     if held.device.type not in _DEVICES:
         fix = "publish copies on the host, as in `((name, p.cpu()) for name, p in model.named_parameters())`"
         raise _error(name, f"is on the device {held.device}, which the comparison cannot read", fix)
-
-
-_UNQUANTIZED = "load the model in bf16, or merge and dequantize it, before you publish"
 
 
 def _error(name: str, why: str, fix: str) -> CodecError:

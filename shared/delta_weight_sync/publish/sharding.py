@@ -31,13 +31,14 @@ from delta_weight_sync.checkpoint import DTYPES, Shapes, dtype_of, to_bits
 from delta_weight_sync.codec import Bits, Decoded, Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CheckpointError, CodecError, PeerError
-from delta_weight_sync.publish.base import Plan, Target
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place, not_finite
 from delta_weight_sync.publish.names import Joined
+from delta_weight_sync.publish.plan import Plan, Target
 from delta_weight_sync.records import MAX_PARTS
 from delta_weight_sync.util import swap
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+Owns = Callable[[str, Sequence[int]], bool]  # whether this rank owns a tensor: name, shape of its words
 # Long, because a rank may wait until another rank has uploaded, or until rank 0 has found a ready replica.
 _TIMEOUT = datetime.timedelta(hours=2)
 
@@ -97,8 +98,7 @@ class Held:
         shape: The shape of the whole tensor's words.
         tensor: This rank's elements. If `dtype` is BF16, a tensor of any float dtype, which the mirror
             rounds. Otherwise its words, as a bf16 tensor.
-        block: Which of the tensor's words these are. None if they are no plain block, or not only of this
-            tensor: then the owner gets the whole tensor.
+        block: Which of the tensor's words these are. If this rank's part is no plain block, the whole tensor.
         is_sharded: Whether other ranks hold other blocks.
         is_copy: Whether another rank diffs the same block.
         is_lasting: Whether `tensor` is the parameter's own memory, not a copy made for this sync.
@@ -177,9 +177,7 @@ class Shards:
         ]
 
 
-def gathered(
-    weights: Weights, plan: Plan, owns: Callable[[str, Sequence[int]], bool], *, first: bool
-) -> Iterator[Held]:
+def gathered(weights: Weights, plan: Plan, owns: Owns, *, first: bool) -> Iterator[Held]:
     """Yield the tensors of a version that the trainer's tensors make, usually as each rank holds them.
 
     Tensors that `owns(name, shape)` claims for this rank come whole: all of them at the `first` sync, later
@@ -191,11 +189,8 @@ def gathered(
         if joined := plan.joined(name):
             waiting[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
             if waiting.keys() >= set(joined.sources):
-                computed = plan.names.compute({source: waiting.pop(source) for source in joined.sources})
-                for made in joined.names:
-                    target = plan.target(made, dtype_of(computed[made]), tuple(computed[made].shape))
-                    owns(made, target.words)
-                    yield _whole(target, computed[made], lasting=False)
+                parameters = {source: waiting.pop(source) for source in joined.sources}
+                yield from _computed(plan, joined, parameters, owns)
             continue
         targets = plan.targets(name, tensor)
         own = [owns(target.name, target.words) for target in targets]
@@ -223,8 +218,20 @@ def gathered(
         name = next(iter(waiting))
         lacking = sorted(set(cast(Joined, plan.joined(name)).sources) - waiting.keys())
         raise CheckpointError(
-            f"{name} was published, but not {lacking[0]}: the checkpoint has both in one tensor"
+            f"{name} was published, but not {lacking[0]}: the checkpoint has both in one tensor, so publish"
+            " both"
         )
+
+
+def _computed(
+    plan: Plan, joined: Joined, parameters: Mapping[str, torch.Tensor], owns: Owns
+) -> Iterator[Held]:
+    """The tensors that are computed from several whole parameters. Every rank has them whole."""
+    made = plan.names.compute(parameters)
+    for name in joined.names:
+        target = plan.target(name, dtype_of(made[name]), tuple(made[name].shape))
+        owns(name, target.words)
+        yield _whole(target, made[name], lasting=False)
 
 
 def _whole(target: Target, tensor: torch.Tensor, *, lasting: bool) -> Held:
@@ -243,14 +250,14 @@ def _blocked(target: Target, tensor: DTensor) -> Held:
     _, is_copy = _block(tensor.shape, tensor.placements, tensor.device_mesh)
     if view := target.view:
         # The part of the view's box that lies in this rank's block.
-        starts = [max(o, a) for o, (a, _) in zip(block.offset, view.box, strict=True)]
-        ends = [min(o + n, e) for o, n, (_, e) in zip(block.offset, block.extent, view.box, strict=True)]
-        ends = [max(start, end) for start, end in zip(starts, ends, strict=True)]
-        if empty := any(start == end for start, end in zip(starts, ends, strict=True)):
-            starts = ends = list(block.offset)
-        held = view.cut(held, [(s - o, e - o) for s, e, o in zip(starts, ends, block.offset, strict=True)])
-        offset = tuple(0 if empty else starts[dim] - view.box[dim][0] for dim in view.dims)
-        block = Block(view.shape, offset, tuple(held.shape))
+        first, end = np.array(view.box).T
+        start = np.maximum(block.offset, first)
+        stop = np.minimum(np.add(block.offset, block.extent), end)
+        if (start >= stop).any():  # this rank has nothing of the view
+            start = stop = np.array(block.offset)
+        held = view.cut(held, np.stack([start, stop], 1) - np.array(block.offset)[:, None])
+        offset = (start - first)[[*view.dims]].clip(0).tolist()
+        block = Block(view.shape, tuple(offset), tuple(held.shape))
     if wide := target.words[len(block.shape) :]:  # several words per element
         block = Block(target.words, (*block.offset, 0), (*block.extent, *wide))
     words = as_words(held, target.dtype)
