@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from bench.results import SCRATCH, Results
+from delta_weight_sync.records import Writer
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
 from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard.page import body
@@ -53,7 +54,7 @@ def _server(bucket: Bucket, written: WrittenRun) -> tuple[float, list[float]]:
     """The log's first reading, then each refresh after a new version that three replicas have taken."""
     log, state = RunLogReader(bucket, written.keys.run), RunState()
     first = _refresh_ms(log, state) / 1e3
-    writer, measured = RunLogWriter(bucket, written.keys.run, every_s=3600), []
+    writer, measured = RunLogWriter(bucket, written.keys.run, Writer(2, "1" * 32), every_s=3600), []
     for version in range(_VERSIONS + 1, _VERSIONS + 1 + _REFRESHES):
         written.t += 20.0
         writer.append(StepEvent(t=written.t, step=version, reward=1.0, metrics={}))

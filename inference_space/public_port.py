@@ -84,7 +84,7 @@ def create_app(settings: Settings) -> FastAPI:
         """Look at the bucket now."""
         follower.poke()
 
-    mount(app, bucket, settings.run, controls=follower.commands, key=settings.key, own_status=follower.status)
+    mount(app, bucket, settings.run, controls=follower.commands, key=settings.key, own_report=follower.report)
     app.add_middleware(pass_inference, vllm=vllm, follower=follower)
     if "SPACE_ID" in os.environ:
         app.add_middleware(SETUP.show_page, problems=lambda: follower.problems)

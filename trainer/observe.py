@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from delta_weight_sync.records import LARGEST
 from delta_weight_sync.runlog import METRICS, ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
+from delta_weight_sync.util import Guard
 from trainer import spaces
 from trainer.spaces import Fleet
 
@@ -23,6 +24,7 @@ POKE_TIMEOUT_S = 5.0
 _POLL_S = 1.0
 _GUESS = re.compile(r"(?:[a-z]\d[+?-])+")  # how Wordle answers a guess, such as "c1-r2?a3+n4-e5-"
 _GROUP_EVERY_S = 5.0
+_ASKED_AT_ONCE = 16  # replicas
 _RATES = 2  # metrics that `StepRecorder` adds
 
 
@@ -39,6 +41,7 @@ class StepRecorder(TrainerCallback):
         self._complete: list[Any] = []  # the newest complete group; empty once it is in the log
         self._group_due = 0.0
         self._seen = Counter[str]()  # counts of samples, games and guesses since the last logged step
+        self._guard = Guard("the record of a step")
         self._before_first = False  # whether no step of this run is in the log yet
 
     def __getattr__(self, name: str) -> Any:
@@ -46,6 +49,11 @@ class StepRecorder(TrainerCallback):
 
     def get(self, *args: Any, **options: Any) -> Any:
         sample = self._samples.get(*args, **options)
+        with self._guard:
+            self._note(sample)
+        return sample
+
+    def _note(self, sample: Any) -> None:
         if self._current and self._current[0].group_id != sample.group_id:
             self._complete, self._current = self._current, []
             if self._before_first and time.monotonic() >= self._group_due:
@@ -58,13 +66,16 @@ class StepRecorder(TrainerCallback):
         if guesses or invalid:
             solved = any(set(guess[0][2::3]) == {"+"} for guess in guesses)
             self._seen.update(games=1, solved=solved, guesses=len(guesses) + invalid, invalid=invalid)
-        return sample
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._before_first = not state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        found = ((key, n) for key, value in (logs or {}).items() if (n := _number(value)) is not None)
+        with self._guard:
+            self._note_step(state.global_step, logs or {})
+
+    def _note_step(self, step: int, logs: Mapping[str, Any]) -> None:
+        found = ((key, n) for key, value in logs.items() if (n := _number(value)) is not None)
         metrics = dict(itertools.islice(found, METRICS - _RATES))
         if "reward" not in metrics:
             return
@@ -72,7 +83,7 @@ class StepRecorder(TrainerCallback):
         if seen["games"]:
             metrics["games/solve_rate"] = seen["solved"] / seen["games"]
             metrics["games/invalid_rate"] = seen["invalid"] / seen["guesses"]
-        self._append(state.global_step, metrics)
+        self._append(step, metrics)
 
     def _append(self, step: int, metrics: dict[str, float]) -> None:
         group: list[Any] = []
@@ -121,6 +132,7 @@ class ReplicaWatch:
 
     def __init__(self, fleet: Fleet, log: RunLogWriter) -> None:
         self._fleet, self._log = fleet, log
+        self._guard = Guard("the watch over the replicas")
         self._after = defaultdict[str, int](lambda: -1)  # by URL: the newest version with a logged commit
         self._last: dict[str, ReplicaEvent] = {}
         self._http = spaces.Clients(timeout_s=5.0)
@@ -144,14 +156,15 @@ class ReplicaWatch:
         return False
 
     def _loop(self) -> None:
-        while not self._closed.wait(_POLL_S):
-            urls = self._fleet.urls()
-            for url in urls:
-                if self._closed.is_set():
-                    return
-                self._record(url, self._ask(url))
-            for url in self._last.keys() - urls:
-                self._remove(self._last.pop(url))
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, "replica-status") as pool:
+            while not self._closed.wait(_POLL_S):
+                with self._guard:
+                    urls = self._fleet.urls()
+                    # Together, because a replica that does not answer takes five seconds.
+                    for url, report in zip(urls, pool.map(self._ask, urls), strict=True):
+                        self._record(url, report)
+                    for url in self._last.keys() - urls:
+                        self._remove(self._last.pop(url))
 
     def _remove(self, last: ReplicaEvent) -> None:
         gone = {"t": time.time(), "state": "removed", "version": None, "digest": None, "error": None}
@@ -175,6 +188,8 @@ class ReplicaWatch:
         new = [commit for commit in report.commits if commit.version > self._after[url]]
         for commit in new:
             self._log.append(commit)
+        if new and report.traffic:
+            self._log.append(report.traffic)
         self._after[url] = max(self._after[url], *(commit.version for commit in new), -1)
         previous, now = self._last.get(url), report.status
         if previous and previous.replica != now.replica:  # before its first answer, its URL is its name
@@ -192,19 +207,21 @@ class Pokes:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._guard = Guard("the notification of a replica")
         self._http = spaces.Clients(POKE_TIMEOUT_S)
         self._pools = defaultdict[str, ThreadPoolExecutor](lambda: ThreadPoolExecutor(1, "poke"))
         self._last: dict[str, Future[None]] = {}
 
     def send(self, _: object = None) -> None:
         """Poke every replica in the background. At most one poke of a replica is queued."""
-        urls = self._fleet.urls()
-        for gone in self._pools.keys() - urls:
-            self._pools.pop(gone).shutdown(wait=False)
-        for url in urls:
-            last = self._last.get(url)
-            if last is None or last.running() or last.done():
-                self._last[url] = self._pools[url].submit(self._poke, url)
+        with self._guard:
+            urls = self._fleet.urls()
+            for gone in self._pools.keys() - urls:
+                self._pools.pop(gone).shutdown(wait=False)
+            for url in urls:
+                last = self._last.get(url)
+                if last is None or last.running() or last.done():
+                    self._last[url] = self._pools[url].submit(self._poke, url)
 
     def close(self) -> None:
         for pool in self._pools.values():

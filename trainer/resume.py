@@ -55,8 +55,10 @@ class SaveState(TrainerCallback):
     """Saves the trainer's state after the first sync of a run, from time to time, and at the end.
 
     From one state to the next, at least `every` syncs and the publisher's `state_minutes` pass (more minutes
-    after a slow upload). Only the state at the end does not wait. A state belongs to a version. So the steps
-    after the last sync are published before the state at the end is saved.
+    after a slow upload). Only the state at the end does not wait. If `every` is 0, no state is saved.
+
+    A state belongs to a version. So the steps after the last sync are published before the state at the end
+    is saved.
     """
 
     def __init__(self, publisher: Publisher, trainer: BucketGRPOTrainer, every: int) -> None:
@@ -105,7 +107,7 @@ class SaveState(TrainerCallback):
 
     def _save(self, *, final: bool = False) -> None:
         """Save the state of the last sync, unless it is saved. `final`: do not wait for `state_minutes`."""
-        if self._synced and self._syncs:
+        if self._every and self._synced and self._syncs:
             live, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": live.lr_scheduler}
             if self._publisher.save_state(live.model, live.optimizer, **state):

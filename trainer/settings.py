@@ -32,7 +32,9 @@ class Settings:
     mirror: Place = field(default="host", metadata={"help": "Where the mirror (bf16 copy of weights) is."})
     keep: str = _option("How much of the run the bucket keeps, such as '20GB' or '7d'; default: all.", "")
     state_every: int = _option(
-        "Minimum syncs between states; --state_minutes is a minimum, too. The last state does not wait.", 20
+        "Minimum syncs between states; --state_minutes is a minimum, too. The last state does not wait."
+        " 0: save no states; then a trainer that ends cannot resume.",
+        20,
     )
     state_minutes: float = _option("Minimum minutes between states. The last state does not wait.", 5.0)
     norm_learning_rate: float = _option("Learning rate of norms and biases; 0: same as --learning_rate.", 0.0)
@@ -43,7 +45,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        smallest = {"minutes": 0, "state_minutes": 0, "norm_learning_rate": 0, "state_every": 1}
+        smallest = {"minutes": 0, "state_minutes": 0, "norm_learning_rate": 0, "state_every": 0}
         for option, least in smallest.items():
             if (number := getattr(self, option)) < least:
                 raise SystemExit(f"--{option} must be at least {least}; it is {number}")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from bench.fleet.clock import Clock, Event, Pipe
 from delta_weight_sync import errors, store
 from delta_weight_sync.store.hub import HubNotifications, Quota
+from delta_weight_sync.store.ledger import kind_of
 from delta_weight_sync.store.notifications import Notifications
 
 WINDOW_S = 300.0
@@ -166,9 +167,11 @@ class Feed(HubNotifications):
 class SimBucket(store.Bucket):
     """The client of one machine, see `store.hub.HubBucket`."""
 
-    url, _failures = "hf://buckets/team/fleet", ()
+    report_every_s = 10.0
+    _failures = ()
 
     def __init__(self, hub: Hub, link: Link, role: str, events: bool = True) -> None:
+        super().__init__("hf://buckets/team/fleet")
         self.hub, self.link, self.role, self.events = hub, link, role, events
         self.quota = Quota(hub.clock.seconds)
         self._token_until = 0.0
@@ -198,6 +201,7 @@ class SimBucket(store.Bucket):
 
     def upload(self, key: str, data: bytes) -> str:
         """As in `HubBucket`, with one upload. The hub keeps the content until `put_all` names its key."""
+        self.ledger.add(kind_of(key), sent=len(data))
         self._upload([(key, data)])
         self.hub.uploaded[key] = data
         return key
@@ -206,6 +210,11 @@ class SimBucket(store.Bucket):
         self, objects: Sequence[tuple[str, bytes | Path]], receipts: Mapping[str, str] | None = None
     ) -> None:
         """As in `HubBucket`, with one upload and one request."""
+        for key, data in objects:
+            self.ledger.add(kind_of(key), sent=store.size_of(data))
+        self._store(objects, receipts)
+
+    def _store(self, objects: store.Objects, receipts: Mapping[str, str] | None = None) -> None:
         self._upload(objects)
         self.request("POST /api/buckets/.../batch", "api")
         for key in receipts or ():
@@ -216,7 +225,6 @@ class SimBucket(store.Bucket):
     def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         size = sum(store.size_of(data) for _, data in objects)
         blocks, kinds = max(1, math.ceil(size / BLOCK)), self.hub.kinds
-        self.sent += size
         if self.hub.clock.now >= self._token_until:
             self.request("GET /api/buckets/.../xet-write-token", "api")
             self._token_until = self.hub.clock.now + _TOKEN_S
@@ -282,8 +290,7 @@ class SimBucket(store.Bucket):
         return [data]
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        self.sent -= store.size_of(data)  # `put` has counted these bytes, and `put_all` counts them again
-        self.put_all([(key, data)])
+        self._store([(key, data)])
 
     def _stat(self, key: str) -> store.ObjectInfo:
         self.request("HEAD /buckets/...", "files")
@@ -308,7 +315,7 @@ class SimBucket(store.Bucket):
 class FolderBucket(SimBucket):
     """The client of a folder, see `store._files.FileBucket`."""
 
-    url = "file:///bucket"
+    report_every_s = 1.0
     upload, put_all, fetch_together = store.Bucket.upload, store.Bucket.put_all, store.Bucket.fetch_together
 
     def __init__(self, hub: Hub, machine: OneMachine, role: str) -> None:

@@ -472,7 +472,8 @@ class Fleet:
             read = reader.RunReader(rank.bucket, "fleet")
             own = writer.PartWriter(read, main_writer.writer, main_writer.newest)
         else:
-            log = runlog.RunLogWriter(rank.bucket, "fleet")
+            log = runlog.RunLogWriter(rank.bucket, "fleet", main_writer.writer)
+            main_writer.log = log
         own.part = f".r{rank.number}" if asked.ranks > 1 else ""
         seat, keep = Seat(self._peers, rank.number), Keep.parse(asked.keep) if asked.keep else None
         publisher = outbox.Outbox(own, log, peers=seat, keep=keep)
@@ -499,11 +500,11 @@ class Fleet:
         self.began, ends_s = self.clock.now, 60 * self.asked.minutes
         self._begun.set()
         self.hub.begin()
-        self.sent, self.stored = -sum(bucket.sent for bucket in self._buckets), -self.hub.stored()
+        self.sent, self.stored = -sum(bucket.ledger.sent for bucket in self._buckets), -self.hub.stored()
         main_writer.on_version = self._published
 
         def stop() -> None:
-            self.sent += sum(bucket.sent for bucket in self._buckets)
+            self.sent += sum(bucket.ledger.sent for bucket in self._buckets)
             self.stored += self.hub.stored()
             self.clock.end()
 

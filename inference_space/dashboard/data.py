@@ -6,7 +6,7 @@ visitors make the dashboard read, because replicas and the trainer need the owne
 
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,8 @@ from typing import Generic, TypeVar
 from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader, manifests_of, no_longer_held
 from delta_weight_sync.records import Keys, Manifest, RunInfo, parse
-from delta_weight_sync.runlog import SEGMENT, ReplicaEvent, RunLogReader
+from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport, RunLogReader
+from delta_weight_sync.runlog import Event as LogEvent
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import size_text, time_text
@@ -37,6 +38,8 @@ MAX_DOWNLOAD = 256_000_000  # max bytes of an object that a visitor may download
 WINDOW_S = 600.0
 CALLS = 240  # of the bucket, of up to 3 requests each, that visitors gain in a window and can save up
 BYTES = 2_000_000_000  # the same for bytes; enough for the largest version that a dashboard rebuilds
+_SHOW_EVERY = 512  # events of a long log after which the page says how many were read
+_OWN_COMMITS = 1024
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10  # after this many lookups of the same missing digests, wait for a newer version
 _DIGESTS_BACK = 64  # a lookup reads at most this many manifests, from the newest version back
@@ -45,7 +48,9 @@ _TENSORS = 200_000  # max tensors in all opened deltas in memory together; each 
 _DISK = 1_000_000_000  # bytes of objects kept for further downloads
 
 Pause = Callable[[Event, float], object]  # waits until the event is set, for at most these seconds
-Status = Callable[[], ReplicaEvent]
+Report = Callable[
+    [int], ReplicaReport
+]  # a replica's report, with its commits of versions after the given one
 Clock = Callable[[], float]
 
 
@@ -71,13 +76,14 @@ class RunCache:
     """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
     If `run` is None, the cache takes the newest run that it finds, and keeps that run until run.json is gone.
-    For the replica that hosts the dashboard, the page shows the status from `own_status`, not from the log.
+    What the replica that hosts the dashboard is doing comes from `own_report`, without the way through the
+    trainer, the log and the bucket, which takes up to ten seconds on the Hub.
     """
 
     def __init__(
-        self, bucket: Bucket, run: str | None, *, own_status: Status | None = None, pause: Pause = Event.wait
+        self, bucket: Bucket, run: str | None, *, own_report: Report | None = None, pause: Pause = Event.wait
     ) -> None:
-        self._bucket, self._run, self._own_status, self._pause = bucket, run, own_status, pause
+        self._bucket, self._run, self._own_report, self._pause = bucket, run, own_report, pause
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
         self._infos = AnswerCache[ObjectInfo, RunInfo | None](lambda info: read_info(bucket, info.key), 1)
@@ -86,6 +92,9 @@ class RunCache:
         self._opened = time.time()
         self._shown: object = None  # what the shown progress was computed from
         self._lookups: tuple[object, int] = (None, 0)  # which digests were looked up last, and how often
+        # The newest commits of the replica that hosts the dashboard: version and time in milliseconds. They
+        # come from its report and, later, from the log.
+        self._own_commits: deque[tuple[int, int]] = deque(maxlen=_OWN_COMMITS)
         self._asked = Event()
         Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
 
@@ -105,10 +114,14 @@ class RunCache:
     def _refresh(self) -> None:
         own, problem = None, None
         try:
-            if self._own_status:
+            after = max((version for version, _ in self._own_commits), default=-1)
+            report = self._own_report(after) if self._own_report else None
+            if report:
                 # Remove the status's time, because it would make every refresh look like a change.
-                own = self._own_status().model_copy(update={"t": 0.0})
+                own = report.status.model_copy(update={"t": 0.0})
             self._read(own)
+            if report and self._log:
+                self.state.add(commit for commit in report.commits if self._is_new(commit))
         except errors.DeltaWeightSyncError as error:
             problem = str(error)
         except Exception as error:  # noqa: BLE001 - the thread must survive, and viewers must see the reason
@@ -141,15 +154,28 @@ class RunCache:
         info = self._find()
         if info != self._info:
             self._info, self.state = info, RunState()
-            self._log = RunLogReader(self._bucket, info.run) if info else None
+            self._own_commits.clear()
+            every_s = 3 * self._bucket.report_every_s
+            self._log = RunLogReader(self._bucket, info.run, list_every_s=every_s) if info else None
         if info is None or self._log is None:
             return
         for event in self._log.poll():  # one by one: events that came before a failure are shown
-            self.state.add([event])
-            if not self._view.read and self.state.events % SEGMENT == 0:
+            is_own = isinstance(event, CommitEvent) and own is not None and event.replica == own.replica
+            if not is_own or self._is_new(event):
+                self.state.add([event])
+            if not self._view.read and self.state.events % _SHOW_EVERY == 0:
                 view, read = self._view, self.state.events
                 self._view = replace(view, run=info.run, events_read=read, revision=view.revision + 1)
         self._learn_digests(RunReader(self._bucket, info.run), own)
+
+    def _is_new(self, commit: LogEvent) -> bool:
+        """Whether a commit of the replica that hosts the dashboard was not added yet. Notes it."""
+        assert isinstance(commit, CommitEvent)
+        known = commit.version, round(1000 * commit.t)
+        if known in self._own_commits:
+            return False
+        self._own_commits.append(known)
+        return True
 
     def _find(self) -> RunInfo | None:
         """Return the description of the run to show; read it again only if its object changed."""

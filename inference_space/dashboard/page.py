@@ -245,7 +245,7 @@ def mount(
     *,
     controls: Controls | None = None,
     key: str = "",
-    own_status: data.Status | None = None,
+    own_report: data.Report | None = None,
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
@@ -255,14 +255,14 @@ def mount(
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.
         key: Opens the controls. So does a login as the Space's author.
-        own_status: Returns the current status of the replica that hosts the dashboard.
+        own_report: Returns the report of the replica that hosts the dashboard.
 
     Raises:
         ValueError: The installed Gradio has a different page.
     """
     # If the installed Gradio does not fit, fail now instead of at the first request.
     insert((Path(gr.__file__).parent / "templates/frontend/index.html").read_text(), "")
-    cache = data.RunCache(bucket, run, own_status=own_status)
+    cache = data.RunCache(bucket, run, own_report=own_report)
     owner = Owner(key, "" if login_problem() else os.environ.get("SPACE_AUTHOR_NAME", ""))
     if not (owner.key or owner.name):
         controls = None  # without an owner the tab is useless

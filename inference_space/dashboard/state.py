@@ -13,7 +13,16 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from delta_weight_sync.errors import ProtocolError
-from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
+from delta_weight_sync.runlog import (
+    CommitEvent,
+    DoneEvent,
+    Event,
+    ReplicaEvent,
+    StepEvent,
+    SyncEvent,
+    TrafficEvent,
+)
+from delta_weight_sync.traffic import Traffic, TrafficSum
 
 POINTS = 300  # max points of a curve; more points would not be visible on a screen
 FRAMES = 60  # moments: earlier versions at which the page can show the run
@@ -72,7 +81,8 @@ class Progress:
     last_t: float = 0.0  # unix seconds of the last event
     done: DoneEvent | None = None
     full_bytes: int = 0
-    sent_bytes: int = 0  # all uploads after version 0
+    traffic: Traffic = field(default_factory=Traffic)
+    versions: int = 0  # versions after version 0
     sent_full_bytes: int = 0  # what the same syncs would have sent as whole checkpoints
     group: StepEvent | None = None  # the newest step whose rollouts were recorded
     # The next fields are computed when a page needs them.
@@ -90,6 +100,11 @@ class Progress:
     reward_steps: int = 0  # how many steps each of the next two means covers
     reward_first: float | None = None  # mean of the first steps
     reward_lately: float | None = None  # mean of the last steps
+
+    @property
+    def sync_bytes(self) -> float | None:
+        """Mean bytes that a sync takes altogether, without trainer states; None before the first delta."""
+        return self.traffic.sync_bytes / self.versions if self.versions and self.traffic.sent else None
 
     def behind(self, replica: ReplicaEvent) -> int | None:
         """Return how many versions a replica is behind; None if it serves no version."""
@@ -162,6 +177,7 @@ class RunState:
         self._lags: dict[str, Curve] = {}
         self._sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
         self._frames: dict[int, Progress] = {}
+        self._traffic = TrafficSum()
 
     def add(self, events: Iterable[Event]) -> None:
         """Add events, oldest first."""
@@ -173,6 +189,8 @@ class RunState:
             match event:
                 case SyncEvent():
                     self._sync(event)
+                case TrafficEvent():
+                    self._add_traffic(event)
                 case StepEvent():
                     self._step(event)
                 case ReplicaEvent(state="removed"):
@@ -257,6 +275,8 @@ class RunState:
 
     def _sync(self, event: SyncEvent) -> None:
         seen = self.seen
+        if self._recent and (event.version, event.sync) == (seen.version, self._recent[-1].sync):
+            return  # logged again by the next trainer
         seen.version, seen.full_bytes, seen.done = event.version, event.full_bytes, None
         self._recent.append(event)
         self._trainer.append((event.t, event.version))
@@ -264,13 +284,19 @@ class RunState:
             self._anchored.append(event.version)
             self._curves["anchors"].add(event.version, event.anchor_bytes or event.payload_bytes)
         if event.version:
-            seen.sent_bytes += event.sent_bytes or event.payload_bytes + event.anchor_bytes
+            seen.versions += 1
             seen.sent_full_bytes += event.full_bytes
-            self._curves["saved"].add(event.version, max(0, seen.sent_full_bytes - seen.sent_bytes))
             if not event.whole:
                 self._curves["deltas"].add(event.version, event.payload_bytes)
                 self._curves["changed"].add(event.version, event.changed / max(1, event.total))
                 _insert(self._sizes, event.payload_bytes)
+
+    def _add_traffic(self, event: TrafficEvent) -> None:
+        self._traffic.add(event)
+        self.seen.traffic = self._traffic.total()
+        if event.trainer and event.version:
+            saved = self.seen.sent_full_bytes - self.seen.traffic.sent_bytes
+            self._curves["saved"].add(event.version, max(0, saved))
 
     def _step(self, event: StepEvent) -> None:
         if event.reward is not None and math.isfinite(event.reward):

@@ -1,8 +1,8 @@
 """Versions, manifests, HEAD and their keys: the records of a run in its bucket.
 
 A run is a folder of the bucket (docs/wire-format.md). An anchor is a whole checkpoint. A delta leads from one
-version to the next, and a jump is a delta over several versions. Every object is written once, except HEADs
-and the newest segment of the log. A HEAD names a manifest by sha256, and the manifest names every file by
+version to the next, and a jump is a delta over several versions. Every object is written once, except HEADs.
+A HEAD names a manifest by sha256, and the manifest names every file by
 sha256. Each writer uses keys of its own for HEAD, versions and states, so a replaced trainer cannot overwrite
 objects of its successor. The HEAD of the last writer counts (see `Writer`). If that HEAD is truncated,
 missing, stale or copied from another writer, readers find the newest version by listing the manifests.
@@ -41,6 +41,7 @@ _NUMBER = r"\d{8,18}"  # a version or a term; 18 digits always fit into a `Count
 _LAST_TERM = 10**18 - 1
 _HEAD = re.compile(rf".*/heads/({_NUMBER})\.([0-9a-f]{{32}})\.json")
 _STATE = re.compile(rf".*/state/({_NUMBER})\.{_NUMBER}\.t[^/]*\.json")
+_LOG = re.compile(rf".*/log/({_NUMBER})\.([0-9a-f]{{32}})\.(\d{{8,12}})(?:-(\d{{8,12}}))?\.jsonl\.zst")
 _RANK = re.compile(r"-[0-9a-f]{8}(\.r\d{1,9})\.safetensors$")
 _PART = re.compile(
     rf".*/(anchors|deltas|jumps|manifests)/(?:{_NUMBER}-)?({_NUMBER})\.t(\d{{1,18}})-([0-9a-f]{{8}})[./].*"
@@ -67,6 +68,14 @@ class Writer(NamedTuple):
 
     def __str__(self) -> str:
         return f"t{self.term}-{self.id[:8]}"
+
+
+class LogKey(NamedTuple):
+    """What the key of an object of the log says: the trainer, and which of its flushes the object holds."""
+
+    writer: Writer
+    first: int
+    last: int
 
 
 class Keys:
@@ -108,9 +117,10 @@ class Keys:
         """Folder of the trainer state at `version` and `sync`. Adding `.json` gives the key of its record."""
         return f"{self.states}{version:08d}.{sync:08d}.{writer}"
 
-    def segment(self, number: int) -> str:
-        """One segment of the run's log."""
-        return f"{self.log}{number:08d}.jsonl"
+    def log_part(self, part: LogKey) -> str:
+        """One flush or segment of a trainer's log."""
+        last = f"-{part.last:08d}" if part.last > part.first else ""
+        return f"{self.log}{part.writer.term:08d}.{part.writer.id}.{part.first:08d}{last}.jsonl.zst"
 
 
 class VersionKey(NamedTuple):
@@ -140,6 +150,15 @@ def part_suffix(delta: DeltaRef) -> str:
 def state_version(key: str) -> int | None:
     """The version of a trainer state, from the key of its record. None for any other key."""
     return int(match[1]) if (match := _STATE.fullmatch(key)) else None
+
+
+def log_key(key: str) -> LogKey | None:
+    """Parse the key of an object of the log. None for any other key."""
+    if not (match := _LOG.fullmatch(key)):
+        return None
+    first = int(match[3])
+    last = int(match[4] or first)
+    return LogKey(Writer(int(match[1]), match[2]), first, last) if first <= last else None
 
 
 def head_writer(key: str) -> Writer | None:

@@ -1,31 +1,64 @@
 """The event log of a run, in its bucket: the only source of the curves on the dashboard.
 
-The log is a series of segments with at most `SEGMENT` events each. Buckets cannot append, so each write of
-new events uploads the whole newest segment again, with all events that it held before. Full segments never
-change, so a reader reads each full segment once. Only the trainer writes, because replicas have read-only
-tokens. So the trainer asks replicas for their status and records the answers.
+Each trainer writes a log of its own, as a series of flushes. A flush is one object, compressed, and never
+changes. It usually travels in the upload that a version makes anyway (`RunLogWriter.riding`). When `SEGMENT`
+flushes have come together, the writer stores them again as one object, a segment, and deletes them, so a
+reader of a long run makes few requests. Only trainers write, because replicas have read-only tokens. So the
+trainer asks replicas for their status and records the answers.
 
 The log is not signed, so readers do not trust it. Every field of an event has a limit. Readers shorten a text
 or list that is too long; they skip and count a line that breaks another limit or is no event.
 """
 
-import itertools
+import io
+import json
 import logging
 import threading
-from collections.abc import Iterator
-from typing import Annotated, Final, Literal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Final, Literal
 
+import zstandard
 from pydantic import Field, TypeAdapter, ValidationError
 
-from delta_weight_sync.errors import ProtocolError
-from delta_weight_sync.records import FORMAT, Count, Digest, Keys, Line, Number, Record, Text, Time, Word, cut
-from delta_weight_sync.store import Bucket
+from delta_weight_sync.errors import BucketError, ObjectMissingError, ProtocolError
+from delta_weight_sync.records import (
+    FORMAT,
+    Count,
+    Digest,
+    Keys,
+    Line,
+    LogKey,
+    Manifest,
+    Number,
+    Record,
+    Text,
+    Time,
+    Word,
+    Writer,
+    cut,
+    log_key,
+)
+from delta_weight_sync.store import SMALL, Bucket, Objects
+from delta_weight_sync.store.ledger import Kind, Traffic
+from delta_weight_sync.util import Guard
 
-SEGMENT: Final = 512  # max events of a segment
-SEGMENT_BYTES: Final = 4 << 20  # max bytes of a segment
+SEGMENT: Final = 128  # flushes of a segment
+SEGMENT_BYTES: Final = 4 << 20  # bytes of a flush or segment before compression, unless one event has more
 LINE: Final = 1 << 20  # max bytes of an event
 METRICS: Final = 256  # max metrics of a step
+# A version pays for as many bytes of log as a tenth of its delta has, but at least for this many.
+VERSION_BYTES: Final = 2048
+_SHARE: Final = 10
+_SAVED: Final = 32  # unused bytes are saved up, but at most those of this many versions
+_TWICE: Final = 2  # each flush is written again in its segment, which usually takes fewer bytes
+_FLUSH_END: Final = b"\n\n"  # between the flushes of a segment
+_LOOK_BACK: Final = 16  # objects of the log that a new trainer reads to find the newest version's event
 _log = logging.getLogger(__name__)
+
+
+ByKind = dict[Word, Count]
 
 
 class SyncEvent(Record):
@@ -37,18 +70,32 @@ class SyncEvent(Record):
     sync: Count
     payload_bytes: Count  # bytes of the delta; without a delta, of the anchor (a whole checkpoint)
     anchor_bytes: Count  # bytes of the anchor if the manifest names a new one, else 0
-    sent_bytes: Count = 0  # bytes of all uploads since the last version, also of states and of this log
     full_bytes: Count
     changed: Count
     total: Count
-    diff_s: Number  # how long the trainer waited until the changes of `sync` were found
-    encode_s: Number
-    publish_s: Number  # from the hand-over of the weights until HEAD is stored; training goes on meanwhile
+    # The times are 0 if the trainer ended before it could log the version: its successor does not know them.
+    diff_s: Number = 0.0  # how long the trainer waited until the changes of `sync` were found
+    encode_s: Number = 0.0
+    publish_s: Number = 0.0  # from the hand-over of the weights until HEAD is stored
 
     @property
     def whole(self) -> bool:
         """Whether the version was published as an anchor, without a delta."""
         return self.version == 0 or self.payload_bytes == self.anchor_bytes
+
+
+class TrafficEvent(Record):
+    """What a program has sent, received and requested since it started, by kind (`store.ledger.KINDS`)."""
+
+    kind: Literal["traffic"] = "traffic"
+    t: Time
+    source: Word  # the trainer's `Writer`, such as "t1-3fa9c2d1", or the replica's name
+    since: Time  # when the program began to count
+    trainer: bool = False
+    version: Count | None = None  # the newest version when a trainer counted
+    sent: ByKind = Field(default={}, max_length=16)
+    received: ByKind = Field(default={}, max_length=16)
+    requests: ByKind = Field(default={}, max_length=16)
 
 
 class Rollout(Record):
@@ -112,6 +159,7 @@ class ReplicaReport(Record):
     commits: Annotated[tuple[CommitEvent, ...], Field(max_length=1024)]
     notice: Line = ""  # how the replica learns of new versions
     engine: Line = ""  # the replica's release of vLLM, and how it commits
+    traffic: TrafficEvent | None = None
 
 
 class DoneEvent(Record):
@@ -124,101 +172,318 @@ class DoneEvent(Record):
     stopped_by: Literal["steps", "time"] = "steps"  # the limit that ended training
 
 
-Event = Annotated[SyncEvent | StepEvent | ReplicaEvent | CommitEvent | DoneEvent, Field(discriminator="kind")]
+Event = Annotated[
+    SyncEvent | TrafficEvent | StepEvent | ReplicaEvent | CommitEvent | DoneEvent, Field(discriminator="kind")
+]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 class RunLogWriter:
-    """Appends events, and uploads new ones in the background, at most once per `every_s` seconds."""
+    """Appends events, and uploads them with the next version or, if none comes, from time to time.
 
-    def __init__(self, bucket: Bucket, run: str, *, every_s: float = 1.0) -> None:
-        self._bucket, self._keys, self._every_s = bucket, Keys(run), every_s
-        there = {info.key for info in bucket.list(self._keys.log)}
-        # Use the lowest free number: if a number were missing, readers would wait for this segment forever.
-        self._segment = next(n for n in itertools.count() if self._keys.segment(n) not in there)
-        self._lines: list[bytes] = []  # lines that are not yet in a full segment; list operations are atomic
-        self._written = 0  # lines of the newest segment that are in the bucket
-        self._writing, self._closed = threading.Lock(), threading.Event()
+    The log has a budget of bytes: a tenth of what the deltas take, but at least `VERSION_BYTES` a version. If
+    that is used up, steps are logged without their rollouts, or with fewer of them. Nothing else is left out.
+
+    Args:
+        bucket: The bucket that holds the run.
+        run: Name of the run.
+        writer: The trainer. No other trainer uses these keys.
+        every_s: Least seconds between two uploads without a version; by default, the store's.
+    """
+
+    def __init__(self, bucket: Bucket, run: str, writer: Writer, *, every_s: float | None = None) -> None:
+        self._bucket, self._keys, self._writer = bucket, Keys(run), writer
+        self._every_s = bucket.report_every_s if every_s is None else every_s
+        self._guard = Guard("the run's log")
+        self._lines: list[bytes] = []  # events of no flush yet; appending to a list is atomic
+        self._flush: tuple[str, bytes] | None = None  # the flush that is not in the bucket yet: key, content
+        self._flushed: list[bytes] = []  # the lines of that flush
+        self._next = 0  # number of the next flush
+        self._loose: list[bytes] = []  # the flushes of no segment yet, before compression
+        self._reserved = 0  # bytes of the budget that are reserved for the segments of these flushes
+        self._rides = True  # whether the last flush could be stored
+        self._allowance = 8.0 * VERSION_BYTES  # bytes of log that may be written
+        self._uploading, self._closed = threading.Lock(), threading.Event()
+        self._flushed_at = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="run-log", daemon=True)
         self._thread.start()
 
     def append(self, event: Event) -> None:
-        """Record one event without waiting. An event of more than `LINE` bytes is dropped with a warning."""
-        line = event.model_dump_json().encode()
-        if len(line) > LINE:
-            _log.warning("run log: dropped an event of %d bytes: shorten its texts", len(line))
-        else:
+        """Record one event without waiting. Never raises: a fault is logged, and the event is left out."""
+        with self._guard:
+            if isinstance(event, SyncEvent):
+                paid = max(event.payload_bytes / _SHARE, VERSION_BYTES)
+                self._allowance = min(self._allowance + paid, _SAVED * paid)
+            if isinstance(event, StepEvent) and event.rollouts:
+                event = self._affordable(event)
+            line = _line(event)
+            if len(line) > LINE:
+                raise ValueError(f"an event has {len(line)} bytes, and at most {LINE} are allowed")
             self._lines.append(line)
+
+    def complete(self, newest: Manifest) -> None:
+        """Log the newest version if its trainer was stopped before it logged this version."""
+        with self._guard:
+            if not _has_version(self._bucket, self._keys, newest.version):
+                self.append(sync_event(newest, new_anchor=not newest.delta))
+
+    @contextmanager
+    def riding(self) -> Iterator[Objects]:
+        """Yield the objects to store now. They count as stored if the block succeeds.
+
+        They are few and small. Nothing is yielded while another thread stores them, and after the store
+        refused them, until they could be stored alone: the log must not keep a version from its bucket.
+        """
+        if not self._rides or not self._uploading.acquire(blocking=False):
+            yield ()
+            return
+        try:
+            with self._guard:
+                self._seal()
+            yield (self._flush,) if self._flush else ()
+            self._stored()
+        except BucketError:
+            self._rides = False
+            raise
+        finally:
+            self._uploading.release()
 
     def close(self) -> None:
         """Write the remaining events. Raises `BucketError` if that fails."""
         self._closed.set()
         self._thread.join()
         self.flush()
+        with self._guard, self._uploading:
+            self._compact(SEGMENT // 8)
 
     def flush(self) -> None:
-        """Write the newest segment. If that is full, write the next segment, too. Thread-safe."""
-        with self._writing:
-            while full := self._write_segment():
-                del self._lines[:full]
-                self._segment, self._written = self._segment + 1, 0
+        """Store all events of now. Raises `BucketError` if that fails."""
+        with self._uploading:
+            while True:
+                self._seal()
+                if self._flush is None:
+                    break
+                self._bucket.put(*self._flush)
+                self._stored()
+        self._rides = True
 
-    def _write_segment(self) -> int:
-        """Write new events to the newest segment. Returns its number of events if it is full, else 0."""
+    def _affordable(self, event: StepEvent) -> StepEvent:
+        """The event with as many of its rollouts as the budget allows."""
+        cost = len(_compressed(_line(event))) * _TWICE
+        bare = event.model_copy(update={"rollouts": (), "prompt": ""})
+        bare_cost = len(_compressed(_line(bare))) * _TWICE
+        room = self._allowance - bare_cost
+        kept = len(event.rollouts) if cost <= self._allowance else int(len(event.rollouts) * room / cost)
+        return event.model_copy(update={"rollouts": event.rollouts[:kept]}) if kept > 0 else bare
+
+    def _seal(self) -> None:
+        """Make a flush of the waiting events, if there are any and the flush before it is stored."""
+        if self._flush is not None or not self._lines:
+            return
         known = self._lines[:]  # other threads append meanwhile
-        sizes = itertools.accumulate(len(line) + 1 for line in known[:SEGMENT])
-        count = sum(size <= SEGMENT_BYTES for size in sizes)  # events that fit into one segment
-        if count > self._written:
-            self._bucket.put(self._keys.segment(self._segment), b"\n".join(known[:count]))
-            self._written = count
-        return count if len(known) > count or count == SEGMENT else 0
+        size = 0
+        count = 0
+        while count < len(known) and (size + len(known[count]) < SEGMENT_BYTES or not count):
+            size += len(known[count]) + 1
+            count += 1
+        content = b"\n".join(known[:count])
+        data = _compressed(content)
+        self._allowance -= len(data) * _TWICE
+        self._reserved += len(data)
+        self._flush = self._keys.log_part(LogKey(self._writer, self._next, self._next)), data
+        self._flushed = known[:count]
+        del self._lines[:count]
+
+    def _stored(self) -> None:
+        if self._flush is not None:
+            self._loose.append(b"\n".join(self._flushed))
+            del self._loose[: -4 * SEGMENT]  # if the store refuses segments, old flushes stay as they are
+            self._flush = None
+            self._next += 1
+            self._flushed_at = time.monotonic()
+
+    def _compact(self, least: int = SEGMENT) -> None:
+        """Store `least` or more loose flushes as segments, usually as one, and then
+        delete them. Readers accept both at the same time."""
+        loose = self._loose[:]
+        if len(loose) < least and sum(map(len, loose)) < SEGMENT_BYTES:
+            return
+        first = self._next - len(loose)
+        while loose:
+            size = 0
+            count = 0
+            while count < len(loose) and (size + len(loose[count]) < SEGMENT_BYTES or not count):
+                size += len(loose[count]) + len(_FLUSH_END)
+                count += 1
+            if count > 1:
+                part = LogKey(self._writer, first, first + count - 1)
+                segment = _compressed(_FLUSH_END.join(loose[:count]))
+                self._reserved -= len(segment)
+                self._bucket.put(self._keys.log_part(part), segment)
+                numbers = range(first, first + count)
+                self._bucket.delete([self._keys.log_part(LogKey(self._writer, n, n)) for n in numbers])
+            first += count
+            del loose[:count]
+            del self._loose[:count]
+        self._allowance += self._reserved
+        self._reserved = 0
 
     def _loop(self) -> None:
-        failed = ""
         while not self._closed.wait(self._every_s):
-            try:
-                self.flush()
-                failed = ""
-            except Exception as error:  # noqa: BLE001 - the log must not stop training; the next flush retries
-                if str(error) != failed:
-                    _log.warning("run log: not written yet (%s)", error)
-                failed = str(error)
+            with self._guard:
+                if not self._rides or time.monotonic() - self._flushed_at >= self._every_s:
+                    self.flush()
+                with self._uploading:
+                    self._compact()
 
 
 class RunLogReader:
-    """Reads the events of a run. Call `poll` again to get newer ones."""
+    """Reads the events of a run. Call `poll` again to get newer ones.
 
-    def __init__(self, bucket: Bucket, run: str) -> None:
-        self._bucket, self._keys = bucket, Keys(run)
-        self._segment, self._seen, self._etag = 0, 0, ""
-        self.skipped = 0  # number of lines that were not events; a segment that is too large is one line
+    `list_every_s`: Least seconds between two listings of the log. In between, a call asks only for the next
+    flush of the newest trainer, which is cheaper on the Hub, but misses flushes that became a segment.
+    """
+
+    def __init__(self, bucket: Bucket, run: str, *, list_every_s: float = 0.0) -> None:
+        self._bucket, self._keys, self._list_every_s = bucket, Keys(run), list_every_s
+        # For each trainer: the number of the flush to read next, and how many of its lines were read already.
+        self._seen: dict[Writer, tuple[int, int]] = {}
+        self._listed: float | None = None  # when the log was listed last
+        self.skipped = 0  # number of lines that were not events; an object that cannot be read is one line
 
     def poll(self) -> Iterator[Event]:
-        """Yield the events added since the last call, oldest first, with one segment in memory at a time.
+        """Yield the events added since the last call, by trainer, oldest first, with one object in memory.
 
         If the iteration ends early, perhaps because the bucket fails, the next call continues where it ended.
         """
-        while True:
-            # Ask before reading: once the next segment exists, this segment does not change any longer.
-            complete = self._bucket.stat(self._keys.segment(self._segment + 1)) is not None
-            yield from self._read_segment()
-            if not complete:
+        if self._listed is not None and self._list_every_s:
+            writer = max(self._seen, default=None)
+            news = False
+            while writer:
+                number, _ = self._seen[writer]
+                try:
+                    yield from self._read(LogKey(writer, number, number))
+                except ObjectMissingError:
+                    break
+                news = True
+            if news or time.monotonic() - self._listed < self._list_every_s:
                 return
-            self._segment, self._seen, self._etag = self._segment + 1, 0, ""
+        started = time.monotonic()
+        parts = (log_key(info.key) for info in self._bucket.list(self._keys.log))
+        # Of two objects that begin with the same flush, take the segment.
+        for part in sorted(filter(None, parts), key=lambda part: (part.writer, part.first, -part.last)):
+            number, _ = self._seen.setdefault(part.writer, (0, 0))
+            if part.last >= number:
+                try:
+                    yield from self._read(part)
+                except ObjectMissingError:  # it has become a part of a segment: the next call lists again
+                    return
+        self._listed = started
 
-    def _read_segment(self) -> Iterator[Event]:
-        info = self._bucket.stat(self._keys.segment(self._segment))
-        if info is None or info.etag == self._etag:
-            return
+    def _read(self, part: LogKey) -> Iterator[Event]:
         try:
-            data = self._bucket.get(self._keys.segment(self._segment))
-        except ProtocolError:  # the segment is far too large
-            data = b"?"
-        # If there are more lines than a segment may have, the rest stays one piece, which is no event.
-        for line in data.split(b"\n", SEGMENT)[self._seen :]:
-            self._seen += 1
+            flushes = _unpacked(self._bucket.get(self._keys.log_part(part))).split(_FLUSH_END)
+        except ProtocolError:  # far too large, or not compressed as it should be
+            flushes = [b"?"]
+        number, done = self._seen[part.writer]
+        if part.first > number:  # flushes that are gone
+            number, done = part.first, 0
+        for at, flush in enumerate(flushes[number - part.first :], number):
+            for line in flush.split(b"\n")[done:]:
+                done += 1
+                self._seen[part.writer] = at, done
+                try:
+                    yield _EVENT.validate_json(line if len(line) <= LINE else b"")
+                except ValidationError:
+                    self.skipped += bool(line)
+            done = 0
+        self._seen[part.writer] = part.last + 1, 0
+
+
+def sync_event(
+    manifest: Manifest,
+    *,
+    new_anchor: bool,
+    diff_s: float = 0.0,
+    encode_s: float = 0.0,
+    publish_s: float = 0.0,
+) -> SyncEvent:
+    """The event of a published version. `new_anchor`: whether no earlier version named its anchor."""
+    anchor_bytes = sum(file.size for file in manifest.anchor.weights) if new_anchor else 0
+    return SyncEvent(
+        **manifest.model_dump(include={"version", "sync", "full_bytes", "changed", "total"}),
+        t=time.time(),
+        payload_bytes=sum(part.size for part in manifest.delta) or anchor_bytes,
+        anchor_bytes=anchor_bytes,
+        diff_s=diff_s,
+        encode_s=encode_s,
+        publish_s=publish_s,
+    )
+
+
+def traffic_event(
+    counts: Mapping[Kind, Traffic],
+    source: str,
+    since: float,
+    *,
+    trainer: bool = False,
+    version: int | None = None,
+) -> TrafficEvent:
+    """The event of a program's traffic, with the fields of `TrafficEvent`; kinds without traffic left out."""
+    return TrafficEvent(
+        t=time.time(),
+        source=source,
+        since=since,
+        trainer=trainer,
+        version=version,
+        sent={kind: each.sent for kind, each in counts.items() if each.sent},
+        received={kind: each.received for kind, each in counts.items() if each.received},
+        requests={kind: each.requests for kind, each in counts.items() if each.requests},
+    )
+
+
+def _has_version(bucket: Bucket, keys: Keys, version: int) -> bool:
+    """Whether one of the newest objects of the log tells of `version`, or of a newer one."""
+    parts = sorted(filter(None, (log_key(info.key) for info in bucket.list(keys.log))))
+    for part in reversed(parts[-_LOOK_BACK:]):
+        try:
+            content = _unpacked(bucket.get(keys.log_part(part)))
+        except (ProtocolError, ObjectMissingError):
+            continue
+        for line in content.split(b"\n"):
             try:
-                yield _EVENT.validate_json(line if len(line) <= LINE else b"")
+                event = _EVENT.validate_json(line)
             except ValidationError:
-                self.skipped += bool(line)
-        self._etag = info.etag
+                continue
+            if isinstance(event, SyncEvent) and event.version >= version:
+                return True
+    return False
+
+
+def _line(event: Event) -> bytes:
+    """An event as JSON. Numbers have six digits and times milliseconds: more would be most of the log."""
+    return json.dumps(_short(event.model_dump(mode="json")), separators=(",", ":")).encode()
+
+
+def _short(value: Any, name: str = "") -> Any:
+    if isinstance(value, float):
+        return round(value, 3) if name in ("t", "since") else float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _short(each, key) for key, each in value.items()}
+    return [_short(each) for each in value] if isinstance(value, list) else value
+
+
+def _compressed(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=12).compress(content)
+
+
+def _unpacked(data: bytes) -> bytes:
+    """The content of an object of the log. Raises `ProtocolError` if it is damaged or far too large."""
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(data)) as stream:
+            content = stream.read(SMALL + 1)
+    except zstandard.ZstdError as error:
+        raise ProtocolError(f"an object of the log is damaged: {error}") from error
+    if len(content) > SMALL:
+        raise ProtocolError(f"an object of the log has more than {SMALL} bytes")
+    return bytes(content)

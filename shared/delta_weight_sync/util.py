@@ -1,13 +1,16 @@
 """Compiled functions, work on several cores, proxies, and quantities as people read them."""
 
 import ipaddress
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from types import TracebackType
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
+_log = logging.getLogger("delta_weight_sync")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -32,6 +35,37 @@ def threads(cores: int) -> int:
 
 
 THREADS = threads(len(os.sched_getaffinity(0)))
+
+
+class Guard:
+    """Keeps code that only watches, such as a log or a user's callback, from stopping what works.
+
+        with self._guard:
+            on_version(manifest)
+
+    An exception in the block is logged once, with its cause, and then ends there.
+    """
+
+    _MOST: Final = 64  # different messages that are logged
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._logged: set[str] = set()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        text = f"{type(error).__name__}: {error}"
+        if text not in self._logged and len(self._logged) < self._MOST:
+            self._logged.add(text)
+            _log.warning("%s failed (%s); the run goes on without it", self._what, text)
+            _log.debug("%s failed", self._what, exc_info=error)
+        return True
 
 
 def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 0) -> Iterator[Result]:

@@ -16,10 +16,12 @@ from safetensors.numpy import save
 
 from delta_weight_sync import codec
 from delta_weight_sync.errors import DeltaWeightSyncError, printable
+from delta_weight_sync.records import Keys, LogKey
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.export import export
 from tests.cli.command import command
 from tests.fuzz.forged import PARTS, RUN, Files, forged_parts, named, newest, pin, sound, sound_parts, written
+from tests.support.records import WRITER
 
 CODES = "\x1b]0;owned\x07\x1b[2J\r\n\u202e"
 _PATCH = codec.Patch(CODES, (4,), np.arange(2), np.ones(2, np.uint16))
@@ -104,7 +106,7 @@ def test_parts_that_do_not_fit_are_refused_by_a_sentence(tmp_path: Path, name: s
 
 @pytest.mark.finding(18)
 def test_exporting_prints_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = sound() | {f"runs/{RUN}/log/00000001.jsonl": CODES.encode()}
+    files = sound() | {Keys(RUN).log_part(LogKey(WRITER, 7, 7)): CODES.encode()}
     ATTACKS["no delta"](files)
     export(open_bucket(written(files, tmp_path / "bucket")), None, tmp_path / "site")
     printed = "".join(capsys.readouterr()).splitlines()

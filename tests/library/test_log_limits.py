@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from delta_weight_sync.records import Keys, LogKey
 from delta_weight_sync.runlog import (
     LINE,
-    SEGMENT,
-    SEGMENT_BYTES,
     DoneEvent,
     Event,
     ReplicaReport,
@@ -21,7 +20,7 @@ from delta_weight_sync.runlog import (
 )
 from delta_weight_sync.store import Bucket, open_bucket
 from tests.support.http_server import answering
-from tests.support.records import commit, status, sync
+from tests.support.records import WRITER, commit, put_flush, status, sync
 from tests.support.waiting import soon
 from trainer import observe
 from trainer.observe import ReplicaWatch
@@ -35,10 +34,10 @@ def bucket(tmp_path: Path) -> Bucket:
     return open_bucket(tmp_path.as_uri(), create=True)
 
 
-def logged(bucket: Bucket, *lines: bytes | Event, segment: int = 0) -> None:
-    """A segment of the log of run `r`, line by line."""
+def logged(bucket: Bucket, *lines: bytes | Event, flush: int = 0) -> None:
+    """A flush of the log of run `r`, line by line."""
     whole = [line if isinstance(line, bytes) else line.model_dump_json().encode() for line in lines]
-    bucket.put(f"runs/r/log/{segment:08d}.jsonl", b"\n".join(whole))
+    put_flush(bucket, "r", whole, number=flush)
 
 
 def changed(event: Event, **fields: object) -> bytes:
@@ -110,21 +109,30 @@ def test_every_field_of_every_event_is_bounded() -> None:
     assert list(unbounded(ReplicaReport.model_json_schema(), "report")) == []
 
 
-def test_a_segment_that_is_too_large_is_left_out_and_so_are_too_many_events(bucket: Bucket) -> None:
-    logged(bucket, b"\n" * (9 << 20))
-    logged(bucket, *[sync(0, 1100)] * (SEGMENT + 1000), segment=1)
-    assert read(bucket) == ([sync(0, 1100)] * SEGMENT, 2)
+def test_an_object_that_unpacks_to_too_much_or_not_at_all_is_left_out(bucket: Bucket) -> None:
+    logged(bucket, b"x" * (9 << 20))
+    bucket.put(Keys("r").log_part(LogKey(WRITER, 1, 1)), b"not compressed")
+    bucket.put(Keys("r").log_part(LogKey(WRITER, 2, 2)), b"?" * (9 << 20))
+    logged(bucket, sync(0, 1100), flush=3)
+    assert read(bucket) == ([sync(0, 1100)], 3)
 
 
 def test_reading_goes_on_after_bad_lines_and_counts_each_once(bucket: Bucket) -> None:
     reader = RunLogReader(bucket, "r")
-    lines: list[bytes | Event] = [b"{", sync(0, 1100)]
-    for _ in range(3):
-        logged(bucket, *lines)
-        assert list(reader.poll()) == [line for line in lines[-1:] if not isinstance(line, bytes)]
-        assert reader.skipped == 1
-        lines.append(status("x", 1))
+    for flush in range(3):
+        logged(bucket, b"{", status("x", flush), flush=flush)
+        assert list(reader.poll()) == [status("x", flush)]
+        assert reader.skipped == flush + 1
     assert list(reader.poll()) == []
+
+
+def test_a_reader_that_stops_within_a_flush_goes_on_there(bucket: Bucket) -> None:
+    logged(bucket, sync(0, 1100), b"{", sync(1, 9), sync(2, 9))
+    reader = RunLogReader(bucket, "r")
+    events = reader.poll()
+    assert next(events) == sync(0, 1100)
+    events.close()
+    assert list(reader.poll()) == [sync(1, 9), sync(2, 9)]
 
 
 def reported(**fields: object) -> bytes:
@@ -152,7 +160,7 @@ def test_what_a_replica_answers_cannot_break_the_log(
 ) -> None:
     monkeypatch.setattr(observe, "_POLL_S", 0.01)
     with answering(lambda _: (200, {}, answer)) as url:
-        log = RunLogWriter(bucket, "r", every_s=0.01)
+        log = RunLogWriter(bucket, "r", WRITER, every_s=0.01)
         watch = ReplicaWatch(Fleet(["http://mistyped:80x", url]), log)
         soon(lambda: url in watch._last)
         watch.close()
@@ -166,7 +174,7 @@ def test_what_a_replica_answers_cannot_break_the_log(
 
 @pytest.mark.parametrize("text", ["\ud800", "x" * (LINE + 1), "\x00\x1b[2J"])
 def test_what_a_model_or_an_environment_wrote_cannot_stop_the_log(bucket: Bucket, text: str) -> None:
-    log = RunLogWriter(bucket, "r", every_s=3600)
+    log = RunLogWriter(bucket, "r", WRITER, every_s=3600)
     rollouts = (Rollout(turns=((text, text),) * 3, reward=1.0, sync=0),)
     log.append(StepEvent(t=0, step=1, reward=1.0, metrics={}, prompt=text, rollouts=rollouts))
     log.append(sync(0, 9))
@@ -175,25 +183,10 @@ def test_what_a_model_or_an_environment_wrote_cannot_stop_the_log(bucket: Bucket
     assert (len(events), skipped) == (2, 0)
 
 
-def test_segments_end_before_readers_refuse_them(bucket: Bucket) -> None:
-    log = RunLogWriter(bucket, "r", every_s=3600)
-    rollouts = tuple(Rollout(turns=(("x" * 20_000,) * 2,) * 99, reward=1.0, sync=0) for _ in range(99))
-    for step in range(20):
-        log.append(StepEvent(t=0, step=step, reward=1.0, metrics={}, rollouts=rollouts))
-        if step % 3 == 0:
-            log.flush()
-    log.close()
-    sizes = [info.size for info in bucket.list("runs/r/log/")]
-    assert len(sizes) > 1
-    assert max(sizes) <= SEGMENT_BYTES
-    events, skipped = read(bucket)
-    assert ([event.step for event in events], skipped) == (list(range(20)), 0)
-
-
 def test_strange_objects_beside_the_log_leave_no_gap_in_it(bucket: Bucket) -> None:
-    for name in ("a", "b", "99999999.jsonl"):
+    for name in ("a", "b", "99999999.jsonl", f"00000001.{'0' * 32}.00000007-00000003.jsonl.zst"):
         bucket.put(f"runs/r/log/{name}", b"?")
-    log = RunLogWriter(bucket, "r", every_s=3600)
+    log = RunLogWriter(bucket, "r", WRITER, every_s=3600)
     log.append(sync(0, 9))
     log.close()
     assert read(bucket) == ([sync(0, 9)], 0)

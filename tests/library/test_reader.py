@@ -176,7 +176,8 @@ def publish_until_killed(url: str, assets: Path, last: int) -> None:
     """Publish version after version, and die when object number `last` is stored."""
     bucket = Faulty(open_bucket(url, create=True))
     bucket.arm(Fault("kill after", last, 1, ("put",)))
-    outbox = Outbox(RunWriter(bucket, RUN, model="policy", assets=assets), RunLogWriter(bucket, RUN))
+    writer = RunWriter(bucket, RUN, model="policy", assets=assets)
+    outbox = Outbox(writer, RunLogWriter(bucket, RUN, writer.writer))
     weights = {"embed.weight": torch.ones(600, 100), "norm.weight": torch.ones(64)}
     for sync in itertools.count(1):
         weights["embed.weight"][0] = torch.randn(100)  # few changes: no anchor is due in this test

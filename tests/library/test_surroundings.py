@@ -23,6 +23,7 @@ from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys, make_keys, writer_keys
 from delta_weight_sync.store import open_bucket
 from tests.support.http_server import Request, answering
+from tests.support.records import WRITER
 from trainer import observe, spaces
 from trainer.observe import Pokes, ReplicaWatch
 from trainer.spaces import Clients, Fleet
@@ -258,7 +259,7 @@ def test_a_trainer_watches_and_pokes_its_own_machine_without_the_proxy(proxy, tm
             all_came.set()
         return replica(request)
 
-    log = RunLogWriter(open_bucket(tmp_path.as_uri(), create=True), "run")
+    log = RunLogWriter(open_bucket(tmp_path.as_uri(), create=True), "run", WRITER)
     with answering(answer) as url, contextlib.closing(log):
         pokes = Pokes(Fleet([url]))
         watch = ReplicaWatch(Fleet([url]), log)

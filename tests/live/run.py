@@ -17,6 +17,7 @@ from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 from tests.live.replica import Replica
 from tests.support.held import held
+from tests.support.records import WRITER
 
 
 class Trainer:
@@ -26,7 +27,7 @@ class Trainer:
         self, url: str, base: Path, encoding: Encoding = "fast", keys: Mapping[str, str] | None = None
     ) -> None:
         self.bucket, self._keys = open_bucket(url, create=True), keys or {}
-        self.log = RunLogWriter(self.bucket, "live")
+        self.log = RunLogWriter(self.bucket, "live", WRITER)
         self.writer = self.take_over(base)
         self.publisher = Outbox(self.writer, self.log, encoding=encoding)
         self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -226,7 +226,7 @@ def test_changes_of_other_folders_do_not_wake(feed, bucket):
     assert other.due(HOUR)
     is_connected(other)
     hears(other, "the beginning")
-    bucket.put("runs/demo/log/00000000.jsonl", b"an event")
+    bucket.put("runs/demo/log/00000001.0.00000000.jsonl.zst", b"an event")
     hears(other, "the log")
     assert not feed.due(HOUR)
     bucket.put(HEAD, b"version 2")

@@ -59,8 +59,8 @@ class Drifting:
             (assets / name).write_text(text)
         self._remove_assets = weakref.finalize(self, shutil.rmtree, assets)
         self.reader = RunReader(bucket, run)
-        self.log = RunLogWriter(bucket, run, every_s=log_every_s)
         writer = RunWriter(bucket, run, model=model, assets=assets)
+        self.log = RunLogWriter(bucket, run, writer.writer, every_s=log_every_s)
         self.outbox = Outbox(writer, self.log, keep=keep, encoding=encoding)
         self.sync = -1
         self.publish()

@@ -1,9 +1,15 @@
 """Invented events of a run's log, and manifests."""
 
-from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
-from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, SyncEvent
+from collections.abc import Iterable
+
+import zstandard
+
+from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Keys, LogKey, Manifest, Writer
+from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, SyncEvent, TrafficEvent
+from delta_weight_sync.store import Bucket
 
 DIGEST = "a" * 16
+WRITER = Writer(1, "0" * 32)
 
 
 def sync(
@@ -13,6 +19,21 @@ def sync(
     counts = {"payload_bytes": payload, "anchor_bytes": anchor, "full_bytes": 1000, "changed": changed}
     times = {"diff_s": 0.1, "encode_s": 0.2, "publish_s": 0.3}
     return SyncEvent(t=at, version=version, sync=version, total=500, **counts, **times)
+
+
+def put_flush(
+    bucket: Bucket, run: str, lines: Iterable[bytes], *, number: int = 0, writer: Writer = WRITER
+) -> None:
+    """One flush of a trainer's log."""
+    key = Keys(run).log_part(LogKey(writer, number, number))
+    bucket.put(key, zstandard.compress(b"\n".join(lines)))
+
+
+def traffic(version: int, **sent: int) -> TrafficEvent:
+    """All that a trainer sent up to `version`, by kind."""
+    return TrafficEvent(
+        t=10.0 * version, source="t1-00000000", since=0.0, trainer=True, version=version, sent=sent
+    )
 
 
 def commit(

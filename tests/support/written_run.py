@@ -2,12 +2,12 @@
 
 import hashlib
 
-from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo, Writer
+import zstandard
+
+from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, LogKey, Manifest, RunInfo
 from delta_weight_sync.runlog import SEGMENT, CommitEvent, Event, RunLogWriter, StepEvent, SyncEvent
 from delta_weight_sync.store import Bucket
-from tests.support.records import commit, status, sync
-
-WRITER = Writer(1, "0" * 32)
+from tests.support.records import WRITER, commit, status, sync, traffic
 
 FULL, TOTAL = 440_000, 220_000
 ANCHOR_EVERY = 50
@@ -20,14 +20,22 @@ def digest_of(version: int) -> str:
 class WrittenRun:
     """Call `publish` for each version, then `commit` for each replica that takes it over."""
 
-    def __init__(self, bucket: Bucket, run: str = "wordle", *, created_at: float = 1_780_000_000.0) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: str = "wordle",
+        *,
+        created_at: float = 1_780_000_000.0,
+        log_every_s: float = 0.1,
+    ) -> None:
         self.bucket, self.keys, self.t = bucket, Keys(run), created_at
         self.created_at = created_at
         info = RunInfo(run=run, model="Qwen/Qwen3-0.6B", created_at=created_at, full_bytes=FULL)
         bucket.put(self.keys.info, info.to_bytes())
-        self.log = RunLogWriter(bucket, run, every_s=0.1)
+        self.log = RunLogWriter(bucket, run, WRITER, every_s=log_every_s)
         self.version = -1
         self._anchor = 0
+        self._sent = {"anchors": 0, "deltas": 0}
         self._parent: FileRef | None = None
 
     def publish(self, payload: int, changed: int) -> None:
@@ -36,6 +44,9 @@ class WrittenRun:
         anchor = FULL if self.version and self.version % ANCHOR_EVERY == 0 else 0
         self._manifest(changed)
         self.log.append(self._sync(payload, changed, anchor))
+        self._sent["anchors"] += anchor
+        self._sent["deltas" if self.version else "anchors"] += payload
+        self.log.append(traffic(self.version, **self._sent))
 
     def skip_to(self, version: int) -> SyncEvent:
         """Publish `version` without those before it, and without logging it."""
@@ -104,6 +115,9 @@ def long(bucket: Bucket, versions: int, replicas: tuple[str, ...]) -> WrittenRun
         events.append(last.model_copy(update={"version": v, "sync": v, "t": run.t}))
         events += [run.commit_event(replica, v) for replica in replicas]
     lines = [event.model_dump_json().encode() for event in events]
-    for number, start in enumerate(range(0, len(lines), SEGMENT)):
-        bucket.put(run.keys.segment(number), b"\n".join(lines[start : start + SEGMENT]))
+    flushes = [b"\n".join(lines[at : at + 5]) for at in range(0, len(lines), 5)]  # one of each version
+    for first in range(0, len(flushes), SEGMENT):
+        some = flushes[first : first + SEGMENT]
+        key = run.keys.log_part(LogKey(WRITER, first, first + len(some) - 1))
+        bucket.put(key, zstandard.compress(b"\n\n".join(some)))
     return run

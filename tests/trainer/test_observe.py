@@ -13,7 +13,7 @@ from delta_weight_sync.runlog import ReplicaReport, RunLogReader, RunLogWriter, 
 from delta_weight_sync.store import open_bucket
 from tests.support import recorded
 from tests.support.http_server import Request, answering
-from tests.support.records import status
+from tests.support.records import WRITER, status
 from tests.support.waiting import soon
 from tests.trainer.test_spaces import watch
 from trainer import observe
@@ -106,7 +106,7 @@ def test_a_group_and_its_rates_reach_the_log_of_a_new_run_before_its_first_step(
     samples.put(sample(1, 1.5, ("crane", CRANE), ("plumb", PLUMB)))
     samples.put(sample(1, 0.2, ("zzzzz", "zzzzz: not a word"), ("crane", CRANE)))
     samples.put(sample(2, 0.4, ("crane", CRANE)))
-    log = RunLogWriter(bucket, "wordle")
+    log = RunLogWriter(bucket, "wordle", WRITER)
     recorder = StepRecorder(log, samples)
     recorder.on_train_begin(None, SimpleNamespace(global_step=done), None)
     assert [recorder.get(timeout=60).group_id for _ in range(3)] == [1, 1, 2]
@@ -121,4 +121,4 @@ def test_a_group_and_its_rates_reach_the_log_of_a_new_run_before_its_first_step(
     assert (step.step, group.prompt) == (7, "Play <b>Wordle</b>.")
     assert [(rollout.reward, rollout.sync) for rollout in group.rollouts] == [(1.5, 3), (0.2, 3)]
     assert group.rollouts[0].turns == (("crane", CRANE), ("plumb", PLUMB))
-    assert step.metrics == {"reward": 0.7, "games/solve_rate": 1 / 3, "games/invalid_rate": 1 / 5}
+    assert step.metrics == {"reward": 0.7, "games/solve_rate": 0.333333, "games/invalid_rate": 0.2}

@@ -12,6 +12,7 @@ import pytest
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 from tests.support.http_server import answering as serving
+from tests.support.records import WRITER
 from tests.support.tls_hosts import OWN, STRANGER, Hosts, answering
 from trainer import observe, spaces
 from trainer.observe import ReplicaWatch
@@ -55,7 +56,7 @@ def every_request(folder: Path, replica: str, env: str, poked: Callable[[], obje
 
 
 def watch(folder: Path, replica: str, version: int | None = None) -> None:
-    log = RunLogWriter(open_bucket(folder.as_uri(), create=True), "run")
+    log = RunLogWriter(open_bucket(folder.as_uri(), create=True), "run", WRITER)
     asking = ReplicaWatch(Fleet([replica]), log)
     assert asking.wait_for(version, timeout_s=300.0), "it asks, and finds this version in the answer"
     asking.close()

@@ -28,9 +28,11 @@ from delta_weight_sync.runlog import (
     RunLogReader,
     StepEvent,
     SyncEvent,
+    TrafficEvent,
 )
 from delta_weight_sync.signing import SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.traffic import Traffic, TrafficSum
 from delta_weight_sync.util import size_text
 from trainer.demo.processes import ChildError, Processes, exclusive, free_port, interrupt_once
 
@@ -119,12 +121,19 @@ def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, 
     done = next((e for e in reversed(events) if isinstance(e, DoneEvent)), None)
     rewards = [e.reward for e in events if isinstance(e, StepEvent) and e.reward is not None]
     tenth = max(1, len(rewards) // 10)
+    traffic = TrafficSum()
+    for event in events:
+        if isinstance(event, TrafficEvent):
+            traffic.add(event)
     medians = {"changed": [sync.changed / sync.total for sync in deltas]}
     medians |= {name: [getattr(e, name) for e in deltas] for name in ("payload_bytes", "publish_s")}
     medians |= {name: [getattr(e, name) for e in commits] for name in ("pause_ms", "commit_ms", "lag_s")}
+    count = max(0, len(syncs) - 1)  # without version 0, which is published before the first step
     return {
         "model": model,
-        "syncs": max(0, len(syncs) - 1),  # without version 0, which is published before the first step
+        "syncs": count,
+        "traffic": traffic.total().as_dict(),
+        "sync_bytes": traffic.total().sync_bytes / count if count else 0.0,
         "full_bytes": max((sync.full_bytes for sync in syncs), default=0),
         "steps": len(rewards),
         "reward_first": mean(rewards[:tenth] or [0.0]),
@@ -139,24 +148,26 @@ def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, 
 
 
 def table(summary: dict[str, Any]) -> str:
-    s, full, payload = summary, summary["full_bytes"], summary["payload_bytes"]
+    s, full, each = summary, summary["full_bytes"], summary["sync_bytes"]
     few = ", too few steps to judge" if s["steps"] < _ENOUGH else ""
     limit = "step limit" if s["stopped_by"] == "steps" else "time limit"
-    smaller = f", 1/{full / payload:.0f} of a full sync" if payload else ""
+    smaller = f", 1/{full / each:.0f} of a full sync" if each else ""
     rows = {
         "model": f"{s['model']}, {size_text(full)} in bf16",
         "time": f"{s['seconds']:.0f} s; ended by its {limit}",
         "syncs": f"{s['syncs']} in {s['steps']} steps",
         "reward": f"{s['reward_first']:.3f} -> {s['reward_last']:.3f}{few}",
         "changed per sync": f"{100 * s['changed']:.2f} % of the weights (medians, here and below)",
-        "payload per sync": size_text(payload) + smaller,
+        "sent per sync": f"{size_text(each)}{smaller} (mean); the delta {size_text(s['payload_bytes'])}",
         "pause": f"{s['pause_ms']:.1f} ms, {s['commit_ms']:.1f} ms of it the commit",
         "after a step": f"in the bucket in {s['publish_s']:.2f} s, in the replica in {s['lag_s']:.2f} s",
         "trainer digest": s["digest"],
         "replicas": ", ".join(f"{name} at v{v} ({digest})" for name, (v, digest) in s["replicas"].items()),
         "verified": "yes: live weights equal the trainer's" if s["verified"] else "NO",
     }
-    return "\n".join(f"  {name:18} {value}" for name, value in rows.items())
+    lines = [f"{name:18} {value}" for name, value in rows.items()]
+    lines += ["", "after version 0, by kind:", *Traffic(**s["traffic"]).table(s["syncs"])]
+    return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
 def main() -> None:
@@ -262,6 +273,7 @@ def trainer_command(policy: Policy, model: Path, bucket: str, replica: str, env:
     """The trainer's module and arguments, without the time limit."""
     command = ["trainer.train", "--config", str(_TRAINER / "configs" / policy.config), "--model", str(model)]
     command += ["--bucket", bucket, "--run", RUN, "--replicas", replica, "--env_url", env]
+    command += ["--state_every", "0"]  # the next demo deletes the run, so nothing resumes from it
     return command if gpu_build.is_installed() else [*command, "--use_cpu", "true"]
 
 

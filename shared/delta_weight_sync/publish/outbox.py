@@ -44,9 +44,13 @@ from delta_weight_sync.publish.shortcuts import Published, Shortcuts, undone
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
-from delta_weight_sync.runlog import RunLogWriter, SyncEvent
+from delta_weight_sync.runlog import Event, RunLogWriter, sync_event, traffic_event
+from delta_weight_sync.store.ledger import Kind as Traded
+from delta_weight_sync.store.ledger import Traffic, merged
+from delta_weight_sync.util import Guard
 
 Untrained = Callable[[Specs, Iterable[str], Callable[[str], Bits]], Iterable[tuple[str, str, Bits]]]
+Counts = Mapping[Traded, Traffic]  # what a rank has sent and requested, by kind
 Kind = TypeVar("Kind")
 _FILE_BYTES = 5_000_000_000  # limit of bytes of an anchor's file; a larger tensor has a file of its own
 _CLOSING_S = 60.0  # seconds that a rank waits for its background thread, which may wait for other ranks
@@ -135,7 +139,9 @@ class Outbox:
         self._words = 0  # of all tensors
         self._full_bytes = 0
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # version of the newest anchor
-        self._sent = 0  # bytes that all ranks uploaded up to the newest version
+        self._since = time.time()
+        self._others: Sequence[Counts] = ()  # what other ranks had sent and requested at the newest version
+        self._guard = Guard("the log of a published version")
         self._updates: list[PendingUpdate] = []  # oldest first; all merged into one, unless one is pinned
         self._held = False  # the newest sync is held back, because the bucket has it
         self._pinned: tuple[str, Manifest | None] = "", None  # digest of the pinned sync; manifest if stored
@@ -222,6 +228,8 @@ class Outbox:
         # The threads of several ranks end together. If a rank does not close, do not wait for it forever.
         self._thread.join(None if self._peers.size == 1 else _CLOSING_S)
         self.shortcuts.close()
+        with self._guard:
+            self._log_traffic()
 
     def pin(self) -> bool:
         """Merge no later sync into the last one, so that a version will have exactly the last sync's weights.
@@ -393,12 +401,14 @@ class Outbox:
         base = PendingUpdate([], self.digest, own, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
         files = self._writer.put_weights(version, sorted(self.shortcuts.path.iterdir()))
-        stored: list[tuple[list[FileRef], int]] = self._peers.exchange((files, self._writer.bucket.sent))
+        stored: list[tuple[list[FileRef], Counts]] = self._peers.exchange(
+            (files, self._writer.bucket.ledger.counts())
+        )
         manifest = None
         if isinstance(self._writer, RunWriter):
             anchor = AnchorRef(version=version, files=tuple(file for part, _ in stored for file in part))
             manifest = self._commit(self._writer, base, (), anchor)
-            self._report(manifest, base, 0.0, sum(sent for _, sent in stored[1:]))
+            self._report(manifest, base, 0.0, [counts for _, counts in stored[1:]])
         self._writer.newest = self._peers.exchange(manifest)[0]
         self.shortcuts.restart(version)
 
@@ -439,7 +449,8 @@ class Outbox:
         some = changed or self._peers.main  # only rank 0 stores an empty part
         part = self._until_stored(version, put, put) if some else None
         lacks = bool(some) and part is None  # this outbox was closed before its part was stored
-        stored = self._thread_peers.exchange((part, lacks, self._writer.receipts, self._writer.bucket.sent))
+        counts = self._writer.bucket.ledger.counts()
+        stored = self._thread_peers.exchange((part, lacks, self._writer.receipts, counts))
         news: tuple[Manifest, bool] | None = None
         if isinstance(writer, RunWriter) and not any(lacking for _, lacking, *_ in stored):
             delta = [part for part, *_ in stored if part]
@@ -450,7 +461,7 @@ class Outbox:
                 writer.ordered = version
             if manifest:
                 news = manifest, writer.ordered == version
-                self._report(manifest, job, encode_s, sum(sent for *_, sent in stored[1:]))
+                self._report(manifest, job, encode_s, [counts for *_, counts in stored[1:]])
         news = self._thread_peers.exchange(news)[0]
         if news:
             self._writer.newest = news[0]
@@ -507,29 +518,38 @@ class Outbox:
             created_at=job.created_at,
         )
 
-    def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float, others: int) -> None:
-        """Log a version that is in the bucket. `others`: bytes that other ranks have uploaded so far."""
-        assert self._log is not None, "rank 0 has a log"
-        new_anchor = manifest.anchor.version != self._anchor
-        anchor_bytes = sum(file.size for file in manifest.anchor.weights) if new_anchor else 0
-        sent, self._sent = self._sent, self._writer.bucket.sent + others
-        self._anchor = manifest.anchor.version
-        self._log.append(
-            SyncEvent(
-                **manifest.model_dump(include={"version", "sync", "full_bytes", "changed", "total"}),
-                t=time.time(),
-                payload_bytes=sum(part.size for part in manifest.delta) or anchor_bytes,
-                anchor_bytes=anchor_bytes,
-                sent_bytes=self._sent - sent,
-                diff_s=job.diff_s,
-                encode_s=encode_s,
-                publish_s=time.time() - job.created_at,
+    def _report(
+        self, manifest: Manifest, job: PendingUpdate, encode_s: float, others: Sequence[Counts]
+    ) -> None:
+        """Log a version that is in the bucket. `others`: what the other ranks have sent and requested."""
+        with self._guard:
+            new_anchor = manifest.anchor.version != self._anchor
+            self._log_event(
+                sync_event(
+                    manifest,
+                    new_anchor=new_anchor,
+                    diff_s=job.diff_s,
+                    encode_s=encode_s,
+                    publish_s=time.time() - job.created_at,
+                )
             )
-        )
+            self._others = others
+            self._log_traffic()
+        self._anchor = manifest.anchor.version
         with self._changed:
             self._reported = True
             if manifest.digest == self._pinned[0]:
                 self._pinned = manifest.digest, self._pinned[1] or manifest
+
+    def _log_traffic(self) -> None:
+        """Log what all ranks have sent and requested."""
+        counts = merged(self._writer.bucket.ledger.counts(), *self._others)
+        source = str(self._writer.writer)
+        self._log_event(traffic_event(counts, source, self._since, trainer=True, version=self.version))
+
+    def _log_event(self, event: Event) -> None:
+        if self._log:  # only rank 0 has a log
+            self._log.append(event)
 
     def _raise_failure(self) -> None:
         if self._failure:

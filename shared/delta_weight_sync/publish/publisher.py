@@ -505,7 +505,10 @@ class Publisher:
             model = start.name if start else ""
             writer = RunWriter(bucket, run, model=model, assets=self._assets, signing_key=key)
             writer.on_version = options.get("on_version")
-            log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run)))
+            log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run, writer.writer)))
+            if writer.newest:
+                log.complete(writer.newest)
+            writer.log = log
             self._writer, self.reader, self.log = writer, writer.reader, log
             self._resources = stack.pop_all()
 

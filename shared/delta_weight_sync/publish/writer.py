@@ -9,6 +9,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +18,10 @@ from delta_weight_sync.checkpoint import INDEX
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Problems, RunReader
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo, Writer
+from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.signing import Kind, writer_keys
-from delta_weight_sync.store import Bucket, ObjectInfo, file_sha256
+from delta_weight_sync.store import Bucket, ObjectInfo, Objects, file_sha256
+from delta_weight_sync.util import Guard
 
 _EVERY = 16  # versions between two listings of the run
 _log = logging.getLogger("delta_weight_sync")
@@ -95,6 +98,8 @@ class RunWriter(PartWriter):
         self._damaged = False  # whether the last listing found damage that no anchor has repaired
         self._started = time.time()
         self.on_version: Callable[[Manifest], object] | None = None  # called after each published version
+        self._user_guard = Guard("the function `on_version`")
+        self.log: RunLogWriter | None = None  # its events travel with the next version
         self.newest = self._claim(others)
 
     def _claim(self, others: list[Writer]) -> Manifest | None:
@@ -281,14 +286,15 @@ class RunWriter(PartWriter):
             info = RunInfo(run=self.keys.run, model=self.model, created_at=now, full_bytes=full)
             objects.append((self.keys.info, info.to_bytes()))
         objects.append((self._reference(manifest).key, manifest.to_bytes()))
-        self._put([*objects, self._head(manifest)])
+        self._put([*objects, self._head(manifest)], log=self.log)
         self._require_ownership()
         self.newest, self._decided, self._delta, self.receipts = manifest, None, None, {}
         del self._jumps[: self._considered]
         if self._new_anchor == manifest.anchor:
             self._new_anchor = None
         if self.on_version:
-            self.on_version(manifest)
+            with self._user_guard:
+                self.on_version(manifest)
         return manifest
 
     def _require_ownership(self) -> None:
@@ -313,13 +319,17 @@ class RunWriter(PartWriter):
         )
         return self.keys.head(self.writer), self.signed(head).to_bytes()
 
-    def _put(self, objects: list[tuple[str, bytes]]) -> None:
-        """Store objects, the last of which is HEAD."""
+    def _put(self, objects: list[tuple[str, bytes]], log: RunLogWriter | None = None) -> None:
+        """Store objects, the last of which is HEAD, and with them what `log` has to write."""
+        logged: Objects = ()
         try:
-            self.bucket.put_all(objects, self.receipts)
+            with log.riding() if log else nullcontext(()) as logged:
+                self.bucket.put_all([*logged, *objects], self.receipts)
         except BucketError:
             self._require_ownership()  # if another trainer took over, that is the error to report
-            raise
+            if not logged:
+                raise
+            self.bucket.put_all(objects, self.receipts)  # perhaps only the log was refused
 
     def _reference(self, manifest: Manifest) -> FileRef:
         writer = Writer(manifest.writer_term, manifest.writer)

@@ -20,6 +20,7 @@ from typing import ClassVar, Final
 from uuid import uuid4
 
 from delta_weight_sync import errors
+from delta_weight_sync.store.ledger import Kind, Ledger, kind_of
 from delta_weight_sync.store.notifications import Notifications
 
 __all__ = ["Bucket", "Listing", "ObjectInfo", "open_bucket"]
@@ -47,14 +48,19 @@ Objects = Sequence[tuple[str, bytes | Path]]  # key and content of each object t
 class Bucket(ABC):
     """Objects under one URL. Safe to use from several threads and processes."""
 
-    url: str
-    sent: int = 0  # bytes of all uploads so far, failed ones included
+    report_every_s: ClassVar[float] = 1.0  # least seconds between two uploads that hold nothing but the log
+    _counts_requests: ClassVar[bool] = False  # whether the store enters its requests in the ledger by itself
     _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.ledger = Ledger()
 
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, whole or not at all. An older object of this key is replaced."""
         check_key(key)
-        self.sent += size_of(data)  # before `_explained`: an unreadable local file must raise `OSError`
+        # Before `_explained`: an unreadable local file must raise `OSError`.
+        self.ledger.add(kind_of(key), sent=size_of(data))
         with self._explained(key, write=True):
             self._put(key, data)
 
@@ -105,9 +111,14 @@ class Bucket(ABC):
     def stat(self, key: str) -> ObjectInfo | None:
         """Return what the store knows about an object; None if the object is absent. Cheap enough to poll."""
         check_key(key)
-        with suppress(errors.ObjectMissingError), self._explained(key):
+        with suppress(errors.ObjectMissingError), self._explained(key, kind="polls"):
             return self._stat(key)
         return None
+
+    def stat_all(self, keys: Sequence[str]) -> dict[str, ObjectInfo]:
+        """Like `stat` for several objects, with fewer requests if the store can. Absent ones are left out."""
+        found = {key: self.stat(key) for key in keys}
+        return {key: info for key, info in found.items() if info is not None}
 
     def list(self, prefix: str) -> Listing:
         """List all objects below the folder `prefix` ("runs/demo/", or "" for all), sorted by key.
@@ -115,7 +126,7 @@ class Bucket(ABC):
         `written` is set if the store knows it. Objects whose name is not a valid key are left out.
         """
         check_prefix(prefix)
-        with suppress(errors.ObjectMissingError), self._explained(prefix):
+        with suppress(errors.ObjectMissingError), self._explained(prefix, kind="polls"):
             found = [info for info in self._list(prefix) if is_key(info.key)]
             return sorted(found, key=lambda info: info.key)
         return []
@@ -125,7 +136,7 @@ class Bucket(ABC):
         for key in keys:
             check_key(key)
         if keys:
-            with self._explained(keys[0], write=True):
+            with self._explained(keys[0], write=True, kind="deletions"):
                 self._delete(keys)
 
     def notifications(self, prefix: str) -> Notifications:
@@ -135,7 +146,9 @@ class Bucket(ABC):
 
     def _blocks(self, key: str, limit: int) -> Iterator[bytes]:
         with self._explained(check_key(key)):
-            yield from self._read(key, limit)
+            for block in self._read(key, limit):
+                self.ledger.add(kind_of(key), received=len(block))
+                yield block
 
     @abstractmethod
     def _put(self, key: str, data: bytes | Path) -> None:
@@ -158,8 +171,10 @@ class Bucket(ABC):
         """List a folder in any order."""
 
     @contextmanager
-    def _explained(self, key: str, *, write: bool = False) -> Iterator[None]:
-        """Turn the libraries' exceptions into a `BucketError`."""
+    def _explained(self, key: str, *, write: bool = False, kind: Kind | None = None) -> Iterator[None]:
+        """Count a request, and turn the libraries' exceptions into a `BucketError`."""
+        if not self._counts_requests:
+            self.ledger.add(kind or kind_of(key), requests=1)
         try:
             yield
         except errors.DeltaWeightSyncError:

@@ -37,7 +37,7 @@ class FileBucket(store.Bucket):
     _failures = (OSError,)
 
     def __init__(self, url: str, *, create: bool = False) -> None:
-        self.url = url.rstrip("/")
+        super().__init__(url)
         self._root = Path(unquote(url.removeprefix("file://")))
         if create:
             with self._explained(""):

@@ -31,6 +31,7 @@ _REFUSED = re.compile(r"40[13]:? (Unauthorized|Forbidden)|ExpiredToken|http://16
 class S3Bucket(store.Bucket):
     """See `delta_weight_sync.store.Bucket`."""
 
+    report_every_s = 10.0
     _failures = (OSError, ValueError, BaseError)
 
     def __init__(self, url: str, *, create: bool = False) -> None:
@@ -38,7 +39,7 @@ class S3Bucket(store.Bucket):
         if not match or "://" not in os.environ.get("AWS_ENDPOINT_URL", "://"):
             fix = "write s3://<name>[/<prefix>], and in AWS_ENDPOINT_URL, if set, https://<host>"
             raise errors.BucketError(f"{url!r} is not an S3 bucket: {fix}")
-        self.url = url.rstrip("/")
+        super().__init__(url)
         self._root = f"{store.check_key(match[2])}/" if match[2] else ""
         self._store = S3Store(
             match[1],

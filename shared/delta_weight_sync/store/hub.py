@@ -21,6 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,7 @@ from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, XetFileData, r
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync import errors, store
+from delta_weight_sync.store.ledger import Kind, Ledger, kind_of
 from delta_weight_sync.store.notifications import Notifications, Quota
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
@@ -70,6 +72,8 @@ FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
 _quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what the Hub says of the token's quota
+# The ledger and the kind to which this thread's next requests count.
+_account: ContextVar[tuple[Ledger, Kind] | None] = ContextVar("_account", default=None)
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -113,9 +117,13 @@ def _limit_time(request: Any) -> None:
 
 
 def _note_answer(response: Any) -> None:
-    """Note the quota. If a busy server asks for a long pause, shorten the pause: the client would obey."""
+    """Count the request, and note the quota. If a busy server asks for a long pause, shorten the pause: the
+    client would obey."""
     if not (bucket := _bucket_of(response.request)):
         return
+    if account := _account.get():
+        ledger, kind = account
+        ledger.add(kind, requests=1)
     quota, headers = _quotas[bucket], response.headers
     said = parse_ratelimit_headers(headers)
     if response.status_code == 429:
@@ -139,6 +147,8 @@ def _retry_after_s(headers: Any) -> float | None:
 class HubBucket(store.Bucket):
     """See `delta_weight_sync.store.Bucket`. An etag is the Xet hash of the content."""
 
+    report_every_s = 10.0
+    _counts_requests = True
     _failures = FAILURES
 
     def __init__(self, url: str, *, create: bool = False) -> None:
@@ -148,7 +158,7 @@ class HubBucket(store.Bucket):
                 f"{url!r} is not a Hub bucket: write hf://buckets/<owner>/<name>[/<prefix>]"
             )
         configure_clients()
-        self.url = url.rstrip("/")
+        super().__init__(url)
         self._id = match[1]
         self._folder = f"{store.check_key(match[2])}/" if match[2] else ""
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
@@ -159,12 +169,13 @@ class HubBucket(store.Bucket):
     def upload(self, key: str, data: bytes) -> str:
         """As in `Bucket`. The receipt is the Xet hash. If no `put_all` follows, the Hub forgets the data."""
         store.check_key(key)
-        self.sent += len(data)
+        self.ledger.add(kind_of(key), sent=len(data))
         return self._upload([(key, data)])[key]
 
     def put_all(self, objects: store.Objects, receipts: Mapping[str, str] | None = None) -> None:
         """As in `Bucket`, with one upload and one request. The answer proves that all objects are stored."""
-        self.sent += sum(store.size_of(data) for _, data in objects)
+        for key, data in objects:
+            self.ledger.add(kind_of(key), sent=store.size_of(data))
         uploaded = self._upload(objects) if objects else {}
         if hashes := {**(receipts or {}), **uploaded}:
             self._register(hashes)
@@ -211,6 +222,7 @@ class HubBucket(store.Bucket):
             if found is None:
                 raise EntryNotFoundError(path)
             self._check_limit(key, found.size, limit)
+            self.ledger.add(kind_of(key), received=found.size)
             self._api.download_bucket_files(self._id, [(found, temporary)])
             # The client cannot hash bytes while it downloads them; the page cache still has the bytes.
             return store.file_sha256(temporary)
@@ -226,7 +238,30 @@ class HubBucket(store.Bucket):
                 for found in self._api.get_bucket_paths_info(self._id, [*large])
                 if found.size <= large[found.path][1]
             ]
+            for found, _ in files:
+                self.ledger.add(kind_of(found.path.removeprefix(self._folder)), received=found.size)
             self._api.download_bucket_files(self._id, files)
+
+    def stat_all(self, keys: Sequence[str]) -> dict[str, store.ObjectInfo]:
+        """As in `Bucket`, with one request for up to 1,000 objects."""
+        paths = [self._path(key) for key in keys]
+        with self._explained(keys[0] if keys else "", kind="polls"):
+            found = [*self._api.get_bucket_paths_info(self._id, paths)] if paths else []
+        infos = (
+            store.ObjectInfo(each.path.removeprefix(self._folder), each.size, each.xet_hash) for each in found
+        )
+        return {info.key: info for info in infos}
+
+    @contextlib.contextmanager
+    def _explained(self, key: str, *, write: bool = False, kind: Kind | None = None) -> Iterator[None]:
+        """As in `Bucket`. The requests that this thread makes meanwhile count to the object's kind."""
+        before = _account.get()
+        _account.set((self.ledger, kind or kind_of(key)))
+        try:
+            with super()._explained(key, write=write, kind=kind):
+                yield
+        finally:
+            _account.set(before)
 
     def _read(self, key: str, limit: int) -> list[bytes]:
         """Read an object by its URL, into memory."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef, Manifest
-from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
+from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport, traffic_event
 from delta_weight_sync.vllm.disk import Dtypes, Layout, Shapes
 from delta_weight_sync.vllm.engine import Engine, TokenVersion
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
@@ -71,6 +71,7 @@ class Follower:
         self._layout, self._watcher = Layout(reader, folder), Watcher(reader, poll_s)
         self._name, self._state, self._logged = name, "starting", ""  # `_logged`: the last logged problem
         self._error: str | None = None
+        self._since = time.time()
         self._next_line = 0.0  # when a served version is logged again
         self._signed_by: str | None = None  # the key that signed the served version
         self._commits = deque[CommitEvent](maxlen=256)
@@ -117,7 +118,8 @@ class Follower:
         )
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
         notice, engine = self.commands.describe() or self._watcher.describe(), self._engine.describe()
-        return ReplicaReport(status=status, commits=commits, notice=notice, engine=engine)
+        traffic = traffic_event(self._reader.bucket.ledger.counts(), self._name, self._since)
+        return ReplicaReport(status=status, commits=commits, notice=notice, engine=engine, traffic=traffic)
 
     def explain(self, error: Exception | None) -> str:
         """Return the text to report for `error` (None: all is well again). A Space overrides this method."""

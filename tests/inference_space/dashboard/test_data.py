@@ -10,12 +10,13 @@ from typing import cast
 from uuid import uuid4
 
 import pytest
+import zstandard
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from delta_weight_sync.errors import BucketUnreachableError, ObjectMissingError, ProtocolError
 from delta_weight_sync.records import Manifest, RunInfo
-from delta_weight_sync.runlog import SEGMENT
+from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.store import Bucket, ObjectInfo, open_bucket
 from inference_space.dashboard import data, views
 from inference_space.dashboard.data import (
@@ -35,9 +36,9 @@ from inference_space.dashboard.page import add_views, render
 from tests.support.buckets import CountedBucket
 from tests.support.hubsim import HubSim
 from tests.support.real_run import RealRun
-from tests.support.records import manifest_of, status
+from tests.support.records import WRITER, manifest_of, put_flush, status
 from tests.support.waiting import PATIENCE_S, soon
-from tests.support.written_run import WRITER, WrittenRun, digest_of
+from tests.support.written_run import WrittenRun, digest_of
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +65,19 @@ def matching(view: RunView) -> list[bool | None]:
     return [view.progress.matches(replica.status) for replica in view.progress.replicas]
 
 
-def started(bucket: Bucket, run: str = "wordle", *, versions: int = 2, created_at: float = 1e9) -> WrittenRun:
-    written = WrittenRun(bucket, run, created_at=created_at)
+def started(
+    bucket: Bucket,
+    run: str = "wordle",
+    *,
+    versions: int = 2,
+    created_at: float = 1e9,
+    log_every_s: float = 0.1,
+) -> WrittenRun:
+    written = WrittenRun(bucket, run, created_at=created_at, log_every_s=log_every_s)
     for _ in range(versions + 1):
         written.publish(40_000, 2_000)
-    written.log.flush()
+    if log_every_s < 1:
+        written.log.flush()
     return written
 
 
@@ -101,22 +110,20 @@ class Pauses:
 
 
 class BrokenBucket:
-    """A bucket whose log fails while it is `broken`; its second part is held back until it is `free`."""
+    """A bucket whose log fails while it is `broken`; its second flush is held back until it is `free`."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self.url = bucket, bucket.url
         self.broken, self.free, self.parts = False, threading.Event(), 0
         self.free.set()
 
-    def stat(self, key: str) -> ObjectInfo | None:
+    def get(self, key: str) -> bytes:
         if self.broken and "/log/" in key:
             raise BucketUnreachableError(f"{key} cannot be reached: try again")
-        return self._bucket.stat(key)
-
-    def get(self, key: str) -> bytes:
+        assert not key.endswith(".00000001.jsonl.zst") or self.free.wait(PATIENCE_S)
+        found = self._bucket.get(key)
         self.parts += "/log/" in key
-        assert not key.endswith("log/00000001.jsonl") or self.free.wait(PATIENCE_S)
-        return self._bucket.get(key)
+        return found
 
     def __getattr__(self, name: str):
         return getattr(self._bucket, name)
@@ -164,7 +171,7 @@ def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) 
     written.log.close()
     own = status("mine", 1).model_copy(update={"digest": digest_of(1)})
     flaky, pauses = BrokenBucket(bucket), Pauses()
-    cache = RunCache(flaky, None, own_status=lambda: own, pause=pauses)
+    cache = RunCache(flaky, None, own_report=lambda _: ReplicaReport(status=own, commits=()), pause=pauses)
 
     def after(**changed: object) -> RunView:
         """The view after another reading, with these changes of the replica's status."""
@@ -216,14 +223,16 @@ def test_a_run_that_starts_over_is_read_again(bucket: Bucket) -> None:
 
 
 def test_the_first_reading_shows_its_progress(bucket: Bucket) -> None:
-    written = started(bucket, versions=3)
-    for step in range(SEGMENT):
+    written = started(bucket, versions=3, log_every_s=3600)
+    for step in range(512):
         written.step(step, 0.5)
+    written.log.flush()
+    written.step(512, 0.5)
     written.log.close()
     stuck = BrokenBucket(bucket)
     stuck.free.clear()
     cache = RunCache(stuck, None)
-    soon(lambda: cache.view().events_read == SEGMENT)
+    soon(lambda: cache.view().events_read == 512)
     assert "Reading run 'wordle' …" in render(cache.view())
     assert "<b>512 events</b> so far" in render(cache.view())
     stuck.free.set()
@@ -258,18 +267,19 @@ def test_reading_does_not_depend_on_the_number_of_viewers(bucket: Bucket) -> Non
 
     pauses.end()
     assert pauses.begun() == data.EVERY_S, "somebody looked, so it was read again after a second"
-    assert counted.asked.total() - first == 3
+    again = counted.asked.total() - first
+    assert again <= 3
     assert cache._view is views[0]
 
     pauses.end()
     assert pauses.begun() == data.IDLE_S, "nobody looked since"
-    assert counted.asked.total() - first == 3
+    assert counted.asked.total() - first == again
 
 
 @pytest.mark.finding(11)
 def test_lines_that_are_not_events_are_counted_on_the_page(bucket: Bucket) -> None:
     started(bucket, "r").log.close()
-    bucket.put("runs/r/log/00000001.jsonl", b'{"t":1e300}\n{"t":NaN}')
+    put_flush(bucket, "r", [b'{"t":1e300}', b'{"t":NaN}'], number=100)
     view = until(RunCache(bucket, "r"), lambda view: view.skipped == 2)
     assert view.progress
     assert view.problem is None
@@ -515,7 +525,8 @@ class TestHubQuota:
         assert requests <= 30
 
     def test_a_version_that_never_was_is_not_looked_up_for_ever(self, bucket, hub, visitor, pauses) -> None:
-        run = bucket.get("runs/r/log/00000000.jsonl")
-        bucket.put("runs/r/log/00000000.jsonl", run.replace(b'"version":1,', b'"version":99,'))
+        for info in bucket.list("runs/r/log/"):
+            lines = zstandard.decompress(bucket.get(info.key)).replace(b'"version":1,', b'"version":99,')
+            bucket.put(info.key, zstandard.compress(lines))
         self.look(visitor, pauses, 30)
         assert self.requests(hub, lambda: self.look(visitor, pauses, 10))[0] == 0

@@ -16,7 +16,7 @@ from inference_space.dashboard.page import body, render
 from inference_space.dashboard.state import FRAMES, POINTS, Curve, Progress, RunState, moments
 from tests.inference_space.dashboard.test_data import until, version
 from tests.support.buckets import CountedBucket
-from tests.support.records import DIGEST, commit, status, sync
+from tests.support.records import DIGEST, commit, status, sync, traffic
 from tests.support.written_run import long
 
 
@@ -63,14 +63,21 @@ def test_the_start_names_what_is_under_way_until_the_first_step() -> None:
     assert not start(rewards())
 
 
-def test_bytes_are_counted_from_version_1_and_anchors_count_as_sent() -> None:
-    run = progress(sync(1, 30, changed=5), sync(2, 50, anchor=1100), sync(3, 40))
+def test_all_uploads_after_version_0_are_counted() -> None:
+    run = progress(
+        traffic(0, anchors=1100, log=5, manifests=1),
+        *(sync(1, 30, changed=5), traffic(1, anchors=1100, deltas=30, log=5, manifests=1)),
+        *(sync(2, 50, anchor=1100), traffic(2, anchors=2200, deltas=80, log=5, manifests=1)),
+        *(sync(3, 40), traffic(3, anchors=2200, deltas=120, log=25, manifests=4, states=500)),
+    )
     assert (run.version, run.full_bytes, run.payload_bytes) == (3, 1000, 40)
-    assert (run.sent_bytes, run.sent_full_bytes) == (30 + 50 + 1100 + 40, 3000)
+    assert run.traffic.sent == {"anchors": 1100, "deltas": 120, "log": 20, "manifests": 3, "states": 500}
+    assert (run.traffic.sent_bytes, run.sent_full_bytes) == (1743, 3000)
+    assert run.sync_bytes == (1743 - 500) / 3, "no replica reads states"
     assert run.curves["deltas"] == ((1, 30), (2, 50), (3, 40))
     assert run.curves["anchors"] == ((0, 1100), (2, 1100))
     assert run.curves["changed"] == ((1, 0.01), (2, 0.02), (3, 0.02))
-    assert run.curves["saved"] == ((1, 970), (2, 820), (3, 1780))
+    assert run.curves["saved"] == ((1, 970), (2, 820), (3, 1257))
     whole = progress(sync(1, 30), sync(2, 1100, anchor=1100, changed=0))
     assert (whole.payload_bytes, "KB anchor" in body(whole)) == (30, False), "it is no delta, and shown once"
 
@@ -222,7 +229,7 @@ def view(cache: RunCache) -> RunView:
 
 
 def test_the_first_reading_takes_each_segment_once(bucket: CountedBucket, view: RunView) -> None:
-    segments = -(-(1 + VERSIONS * 5) // SEGMENT)
+    segments = -(-VERSIONS // SEGMENT)
     assert bucket.asked["get"] <= segments + 6, "every segment, run.json, HEAD, and the newest manifest"
     assert view.progress
     served = [replica.status for replica in view.progress.replicas]
