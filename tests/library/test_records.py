@@ -2,7 +2,10 @@
 
 import json
 import tracemalloc
+from contextlib import nullcontext
 from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,6 +29,8 @@ from delta_weight_sync.records import (
 )
 from tests.support.records import manifest_of
 
+NAMES: dict[str, list[tuple[Any, bool]]]  # keys and names of runs, and whether records may have them
+NAMES = json.loads((Path(__file__).parents[2] / "web" / "test" / "keys.json").read_text())
 SHA = "0" * 64
 WRITER = Writer(1, "0" * 32)
 
@@ -72,6 +77,28 @@ def test_a_wrong_head_is_refused_by_name(change, complaint):
     with pytest.raises(ProtocolError, match=complaint) as caught:
         parse(Head, json.dumps(head).encode(), "runs/demo/heads/1")
     assert "runs/demo/heads/1 is not a valid Head" in str(caught.value)
+
+
+def check_head(run: Any, key: Any, good: bool) -> None:
+    ref = {"key": key, "size": 1, "sha256": SHA}
+    head = {"run": run, "born": 0.0, "version": 0, "manifest": ref, "writer_term": 1, "writer": WRITER.id}
+    refused = pytest.raises(ProtocolError, match=r"^head is not a valid Head: (run|manifest\.key) ")
+    with nullcontext() if good else refused:
+        parse(Head, json.dumps(head).encode(), "head")
+
+
+@pytest.mark.parametrize(("key", "good"), NAMES["keys"])
+def test_the_keys_that_a_browser_takes(key, good):
+    """The browser's tests read the same table, in `web/test/wire.test.js`."""
+    check_head("demo", key, good)
+
+
+@pytest.mark.parametrize(("run", "good"), NAMES["runs"])
+def test_the_names_of_runs_that_a_browser_takes(run, good):
+    check_head(run, "a", good)
+    if isinstance(run, str) and not good:
+        with pytest.raises(ProtocolError, match="is not a run name"):
+            Keys(run)
 
 
 @pytest.mark.parametrize("run", ["", "../x", "a/b", "a b", "x" * 97])

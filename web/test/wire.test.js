@@ -1,6 +1,7 @@
 // docs/wire-format.md by its own examples: their hex is on the page, and the project's Python writes it there.
 
 import assert from "node:assert/strict";
+import { createHash } from "node:crypto";
 import { readFileSync } from "node:fs";
 import test from "node:test";
 import { apply, decode, DTYPES, undo } from "../src/delta.js";
@@ -92,6 +93,22 @@ test("HEAD and its seal", async () => {
   await assert.rejects(parse("Head", new TextEncoder().encode(forged), key), /its seal does not match/);
   const more = text.replace("{", '{"more":1,');
   await assert.rejects(parse("Head", new TextEncoder().encode(more), key), /"more" is missing, wrong or unknown/);
+});
+
+test("the keys and names of runs that Python takes", async () => {
+  const table = JSON.parse(readFileSync(new URL("keys.json", import.meta.url), "utf8"));
+  const shared = { format: "delta-weight-sync/2", born: 1, version: 0, writer_term: 1, writer: "0".repeat(32) };
+  const taken = async (/** @type {unknown} */ run, /** @type {unknown} */ key) => {
+    const text = JSON.stringify({ ...shared, run, manifest: { key, size: 1, sha256: "0".repeat(64) } });
+    const seal = createHash("sha256").update(`Head\n${text}`).digest("hex");
+    const data = new TextEncoder().encode(`{"seal":"${seal}","signature":"",${text.slice(1)}`);
+    return parse("Head", data, "head").then(() => true, ({ message }) => {
+      assert.match(message, /its field "(run|manifest)" is missing, wrong or unknown/);
+      return false;
+    });
+  };
+  for (const [key, good] of table.keys) assert.equal(await taken("demo", key), good, JSON.stringify(key));
+  for (const [run, good] of table.runs) assert.equal(await taken(run, "a"), good, JSON.stringify(run));
 });
 
 test("digests", async () => {
