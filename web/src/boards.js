@@ -81,7 +81,7 @@ export class Keyboard {
     document.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       const target = /** @type {HTMLElement} */ (event.target);
-      if (target.closest("input:not([type=range]), select, summary") || (event.key === "Enter" && target.closest("a, button"))) return;
+      if (target.closest("input:not([type=range]), summary") || (event.key === "Enter" && target.closest("a, button"))) return;
       const key = { Enter: "↵", Backspace: "⌫" }[event.key] ?? event.key.toLowerCase();
       if (!/^[a-z↵⌫]$/.test(key)) return;
       event.preventDefault();

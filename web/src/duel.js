@@ -1,6 +1,6 @@
 // Two versions play the same word with the same random numbers, so only their weights differ.
 
-import { Board, byId, element } from "./boards.js";
+import { Board, byId } from "./boards.js";
 import { called, Game, MAX_GUESSES, Player } from "./wordle.js";
 
 /** @typedef {import("./replica.js").Replica} Replica */
@@ -9,7 +9,7 @@ import { called, Game, MAX_GUESSES, Player } from "./wordle.js";
 export class Duel {
   /** @param {(work: () => Promise<unknown>) => Promise<unknown>} explained shows why something was refused */
   constructor(explained) {
-    this.rival = /** @type {HTMLSelectElement} */ (byId("rival"));
+    this.rival = /** @type {HTMLInputElement} */ (byId("rival"));
     this.button = /** @type {HTMLButtonElement} */ (byId("both"));
     this.says = byId("duel-says");
     this.boards = ["left", "right"].map((id) => new Board(byId(id)));
@@ -34,22 +34,20 @@ export class Duel {
    * Say what can play. The page calls this again when there is more.
    * @param {Replica | undefined} replica
    * @param {Words | undefined} words
-   * @param {number[]} versions
+   * @param {{oldest: number | undefined, newest: number}} versions
    * @param {string} next the first word, if it is given
    */
-  offer(replica, words, versions, next) {
+  offer(replica, words, { oldest, newest }, next) {
     [this.replica, this.words, this.next] = [replica, words, this.secret ? "" : next];
-    const listed = [...this.rival.options].map(({ value }) => Number(value));
-    if (listed.some((one, i) => one !== versions[i])) this.rival.replaceChildren(); // the run was started again
-    for (const version of versions.slice(this.rival.options.length)) {
-      this.rival.append(element("option", { value: String(version), textContent: String(version) }));
-    }
-    this.rival.disabled = this.button.disabled = !words || !replica?.manifest || !versions.length;
+    this.rival.min = String(oldest ?? 0);
+    this.rival.max = String(newest);
+    this.rival.value ||= this.rival.min;
+    this.rival.disabled = this.button.disabled = !words || !replica?.manifest || oldest === undefined;
   }
 
   async play() {
     const { replica, words, secret } = this;
-    if (!replica?.manifest || !words) return;
+    if (!replica?.manifest || !words || !this.rival.reportValidity()) return;
     const turn = ++this.plays;
     const versions = [replica.manifest.version, Number(this.rival.value)];
     byId("pair").hidden = false;
@@ -63,6 +61,7 @@ export class Duel {
     for (const version of versions) {
       const game = new Game(secret, words);
       sides.push({ game, player: new Player(await replica.at(version), game) });
+      if (turn !== this.plays) return;
     }
     for (let at = 0; at < MAX_GUESSES; at++) {
       for (const [side, { game, player }] of sides.entries()) {

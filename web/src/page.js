@@ -50,8 +50,8 @@ let replica;
 let preview;
 /** @type {Maps | undefined} */
 let maps;
-/** @type {number[]} */
-let versions = [];
+/** The oldest version that the run still has. @type {number | undefined} */
+let oldest;
 let pinned = false; // the reader chose a version, so the page does not go to newer ones
 let wanted = -1;
 const bytes = (/** @type {number} */ n) => (n < 1e5 ? `${(n / 1e3).toFixed(1)} KB` : `${(n / 1e6).toFixed(2)} MB`);
@@ -102,19 +102,23 @@ async function follow() {
   });
 }
 
-/** The versions that the slider reaches. */
+/** Let the slider reach all versions. The page keeps only the first and the last one, however many there are. */
 function grow() {
-  const newest = replica?.newest?.version;
-  if (newest === undefined || !replica?.manifest || versions.at(-1) === newest) return;
-  const more = replica;
+  const run = replica;
+  const newest = run?.newest?.version;
+  if (newest === undefined || !run?.manifest || (oldest !== undefined && range.max === String(newest))) return;
   explained(async () => {
-    versions = await more.versions();
-    if (!versions.includes(newest)) versions.push(newest);
-    range.max = String(versions.length - 1);
+    oldest ??= (await run.versions())[0] ?? newest;
+    range.min = String(oldest);
+    range.max = String(newest);
     range.disabled = false;
     steer();
-    duel.offer(replica, words, versions, given.get("word") ?? "");
+    offer();
   });
+}
+
+function offer() {
+  duel.offer(replica, words, { oldest, newest: Number(range.max) }, given.get("word") ?? "");
 }
 
 /** @param {import("./replica.js").Commit} commit */
@@ -138,7 +142,7 @@ function shown(commit) {
     preview = undefined;
     byId("exact").textContent = "";
     maps = new Maps(byId("maps"), run.model);
-    versions = [];
+    oldest = undefined;
     rejoined();
   }
   const changed = commit.moves.reduce((sum, { patches }) => sum + patches.reduce((all, one) => all + one.places.length, 0), 0);
@@ -153,32 +157,37 @@ function shown(commit) {
 }
 
 function steer() {
-  const at = versions.indexOf(pinned ? wanted : replica?.manifest?.version ?? -1);
-  if (at >= 0) range.value = String(at);
-  range.setAttribute("aria-valuetext", `version ${versions[at] ?? "none"}`);
-  buttons.back.disabled = at <= 0;
-  buttons.forward.disabled = at < 0 || at === versions.length - 1;
+  const at = pinned ? wanted : replica?.manifest?.version ?? 0;
+  range.value = String(at);
+  range.setAttribute("aria-valuetext", `version ${at}`);
+  buttons.back.disabled = at <= (oldest ?? at);
+  buttons.forward.disabled = at >= Number(range.max);
   buttons.newest.hidden = !pinned;
   state(pinned ? "held" : "live", pinned ? "held at a version" : "following the run");
 }
 
-/** Go to the version that was asked for last. @param {number} index */
-async function choose(index) {
-  const version = versions[index];
-  if (version === undefined || !replica) return;
+/** Go to the version that was asked for last. @param {number} version */
+async function choose(version) {
+  if (!replica) return;
   wanted = version;
-  pinned = index !== versions.length - 1;
+  pinned = version !== Number(range.max);
   steer();
   await explained(async () => {
     await replica?.busy;
-    if (wanted === version) await replica?.goTo(version);
+    try {
+      if (wanted === version) await replica?.goTo(version);
+    } catch (problem) {
+      oldest = undefined; // the run may have been pruned, so `grow` asks again
+      if (wanted === version) wanted = replica?.manifest?.version ?? version;
+      throw problem;
+    }
   });
 }
 
 range.addEventListener("input", () => choose(Number(range.value)));
 buttons.back.addEventListener("click", () => choose(Number(range.value) - 1));
 buttons.forward.addEventListener("click", () => choose(Number(range.value) + 1));
-buttons.newest.addEventListener("click", () => choose(versions.length - 1));
+buttons.newest.addEventListener("click", () => choose(Number(range.max)));
 
 // ---- the game
 
@@ -341,7 +350,7 @@ async function loadWords() {
   const asked = given.get("word") ?? "";
   deal(words.valid.has(asked) ? asked : await words.secret());
   buttons.watch.disabled = !held();
-  duel.offer(replica, words, versions, asked);
+  offer();
 }
 
 // ---- another run

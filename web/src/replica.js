@@ -8,6 +8,7 @@ import { demand, Refused } from "./refused.js";
 
 /** @typedef {import("./records.js").Manifest} Manifest */
 /** @typedef {import("./records.js").FileRef} FileRef */
+/** @typedef {import("./records.js").DeltaRef} DeltaRef */
 /** @typedef {import("./store.js").Bucket} Bucket */
 /** @typedef {import("./delta.js").Model} Model */
 /** @typedef {import("./delta.js").Patch} Patch */
@@ -18,6 +19,8 @@ import { demand, Refused } from "./refused.js";
 /** @typedef {import("./preview.js").Preview} Preview */
 
 const LARGEST_JOIN = 2 ** 30; // bytes of all files that lead to a version
+const KEPT_DELTAS = 64 << 20; // bytes of decoded deltas, which lead back from the live version and forward again
+const KEPT_MANIFESTS = 16 << 20; // bytes
 const SAFETY = 60; // seconds between two looks at a bucket that reports its changes, in case a report is lost
 
 /** The runs of a bucket. @param {Bucket} bucket */
@@ -47,12 +50,12 @@ export class Replica {
     this.newest = null;
     /** The key that signed the newest version; "" if the page trusts no key. */
     this.signer = "";
-    /** The deltas that lead to the live version, oldest first. @type {Delta[]} */
+    /** The steps that led to the live version, oldest first, each with its parts. @type {DeltaRef[][]} */
     this.past = [];
-    /** Decoded deltas by key. @type {Map<string, Delta>} */
-    this.known = new Map();
-    /** Manifests by version. @type {Map<number, Manifest>} */
-    this.manifests = new Map();
+    /** Decoded deltas by key. @type {Recent<string, Delta>} */
+    this.known = new Recent(KEPT_DELTAS, memoryOf);
+    /** Manifests by version. @type {Recent<number, Manifest>} */
+    this.manifests = new Recent(KEPT_MANIFESTS, (manifest) => JSON.stringify(manifest).length);
     /** Called after a commit. @type {(commit: Commit) => void} */
     this.onCommit = () => {};
     /**
@@ -170,8 +173,13 @@ export class Replica {
    * @returns {Promise<Commit | null>} null if it is live already
    */
   goTo(version) {
-    const turn = this.busy.then(() => this.#goTo(version));
-    this.busy = turn.catch(() => {});
+    return this.#inTurn(() => this.#goTo(version));
+  }
+
+  /** Do some work after all earlier work. @template T @param {() => Promise<T>} work */
+  #inTurn(work) {
+    const turn = this.busy.then(work);
+    this.busy = turn.then(() => {}, () => {}); // without the result, which may be as large as the model
     return turn;
   }
 
@@ -200,20 +208,22 @@ export class Replica {
    */
   async #staged(version) {
     const target = await this.#manifestOf(version);
-    const past = [...this.past];
+    // Only the steps after the last one that `known` has dropped lead back.
+    const past = this.past.slice(this.past.findLastIndex((parts) => !parts.every(({ key }) => this.known.has(key))) + 1);
     /** @type {Move[]} */
     const moves = [];
     let at = this.manifest?.version ?? null;
     while (at !== null && at > version) {
-      const last = past.pop();
-      if (last) moves.push({ patches: last.patches, forward: false });
-      at = last ? last.base : null;
+      const parts = past.pop();
+      if (parts) moves.push({ patches: parts.flatMap(({ key }) => this.known.get(key)?.patches ?? []), forward: false });
+      at = parts ? parts[0].base : null; // null: begin again at an anchor
     }
     let way = at === null ? null : recipe(target, at);
     const from = way ? this.manifest?.version ?? null : null;
     way ??= recipe(target, null);
     demand(way, `nothing leads to version ${version}`);
-    const fresh = [...(way.anchor?.files ?? []), ...way.deltas].filter(({ key }) => !this.known.has(key));
+    const held = new Map(way.deltas.map(({ key }) => [key, this.known.get(key)])); // `known` may drop them meanwhile
+    const fresh = [...(way.anchor?.files ?? []), ...way.deltas].filter(({ key }) => !held.get(key));
     demand(sizeOf(fresh) <= LARGEST_JOIN, `version ${version} is too large for a tab`);
     /** @type {Map<string, Promise<Uint8Array>>} */
     let coming;
@@ -229,7 +239,7 @@ export class Replica {
     }
     for (const move of moves) undo(model, move.patches);
     for (const ref of way.deltas) {
-      let delta = this.known.get(ref.key);
+      let delta = held.get(ref.key);
       if (!delta) {
         const file = /** @type {Uint8Array} */ (await coming.get(ref.key));
         delta = await named(ref.key, () => decode(file, model));
@@ -237,13 +247,15 @@ export class Replica {
         this.known.set(ref.key, delta);
       }
       apply(model, delta.patches);
-      const last = past.at(-1);
-      if (last?.version === ref.version) { // another part of the same step
-        [past, moves].forEach((list) => list.pop());
-        delta = { ...delta, patches: [...last.patches, ...delta.patches] };
+      const step = past.at(-1);
+      const move = moves.at(-1);
+      if (move && step?.[0].version === ref.version) { // another part of the same step
+        step.push(ref);
+        move.patches = [...move.patches, ...delta.patches];
+      } else {
+        past.push([ref]);
+        moves.push({ patches: delta.patches, forward: true });
       }
-      past.push(delta);
-      moves.push({ patches: delta.patches, forward: true });
     }
     const digest = await stateDigest(patterns(model));
     demand(digest === target.digest,
@@ -256,12 +268,10 @@ export class Replica {
    * @param {number} version
    */
   at(version) {
-    const turn = this.busy.then(async () => {
+    return this.#inTurn(async () => {
       const { model, files } = await this.#staged(version);
       return { model, files };
     });
-    this.busy = turn.catch(() => {});
-    return turn;
   }
 
   /** The digest of the live weights. */
@@ -389,6 +399,59 @@ export class Replica {
     }
   }
 }
+
+/**
+ * A map whose values take at most `budget` bytes: it drops those that were not used for the longest time.
+ * @template Key, Value
+ * @extends {Map<Key, Value>}
+ */
+class Recent extends Map {
+  bytes = 0;
+
+  /** @param {number} budget @param {(value: Value) => number} sizeOf */
+  constructor(budget, sizeOf) {
+    super();
+    this.budget = budget;
+    this.sizeOf = sizeOf;
+  }
+
+  /** @param {Key} key */
+  get(key) {
+    const value = super.get(key);
+    if (value !== undefined) {
+      super.delete(key);
+      super.set(key, value); // at the end, because a map keeps the order of insertion
+    }
+    return value;
+  }
+
+  /** @param {Key} key @param {Value} value */
+  set(key, value) {
+    this.delete(key);
+    this.bytes += this.sizeOf(value);
+    super.set(key, value);
+    while (this.bytes > this.budget) this.delete(/** @type {Key} */ (this.keys().next().value));
+    return this;
+  }
+
+  /** @param {Key} key */
+  delete(key) {
+    const value = super.get(key);
+    if (value !== undefined) this.bytes -= this.sizeOf(value);
+    return super.delete(key);
+  }
+
+  clear() {
+    super.clear();
+    this.bytes = 0;
+  }
+}
+
+const OBJECTS = 512; // bytes of the objects of a patch, besides its numbers
+
+/** The memory of a decoded delta. @param {Delta} delta */
+const memoryOf = ({ patches }) =>
+  patches.reduce((sum, { places, steps }) => sum + places.byteLength + steps.byteLength + OBJECTS, OBJECTS);
 
 /** A pause that `wake` or the signal ends. @param {number} seconds @param {AbortSignal} signal */
 function paused(seconds, signal) {
