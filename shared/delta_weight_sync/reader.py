@@ -7,6 +7,7 @@ handled: listing versions does not need numba.
 """
 
 import contextlib
+import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,9 +19,20 @@ from safetensors import SafetensorError
 
 from delta_weight_sync import checkpoint, errors, records
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.records import AnchorRef, FileRef, Head, Keys, Manifest, Rank, Recipe, Writer
+from delta_weight_sync.records import (
+    AnchorRef,
+    DeltaRef,
+    FileRef,
+    Head,
+    Keys,
+    Manifest,
+    Rank,
+    Recipe,
+    Writer,
+    sha256_together,
+)
 from delta_weight_sync.signing import Kind, PublicKeys
-from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
+from delta_weight_sync.store import Bucket, Listing, ObjectInfo, file_sha256, open_bucket
 from delta_weight_sync.util import in_order
 
 SIDE_BY_SIDE = 6  # files that are fetched at the same time
@@ -195,27 +207,60 @@ class RunReader:
             ProtocolError: The object is damaged.
             ObjectMissingError: The object does not exist.
         """
+        self.fetch_all([ref], folder)
+        return folder / ref.name
+
+    def _fetch(self, ref: FileRef, folder: Path) -> str:
+        """Like `fetch`, but return the sha256. Only the hash of all parts together is known of a part: for a
+        part, only the size is checked."""
         path = folder / ref.name
-        if path.is_file() and ref.is_in(path):
-            return path
+        is_part = isinstance(ref, DeltaRef) and ref.parts > 1
+        if path.is_file() and path.stat().st_size == ref.size:
+            sha256 = file_sha256(path)
+            if is_part or sha256 == ref.sha256:
+                return sha256
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             if data := self._fetched_ahead(ref.key):
-                ref.check(data)
                 path.write_bytes(data)
-            elif self.bucket.fetch(ref.key, path, ref.size) != ref.sha256:
+                sha256 = hashlib.sha256(data).hexdigest()
+            else:
+                sha256 = self.bucket.fetch(ref.key, path, ref.size)
+            if path.stat().st_size != ref.size or not (is_part or sha256 == ref.sha256):
                 path.unlink()
                 raise ref.damaged()
         except (errors.ObjectMissingError, errors.ProtocolError):
             self._unreadable.add(ref.key)
             raise
         self._unreadable.discard(ref.key)
-        return path
+        return sha256
 
     def fetch_all(self, refs: Iterable[FileRef], folder: Path) -> list[Path]:
-        """Like `fetch`, several files at a time. Returns the paths in the order of `refs`."""
-        if len(wanted := [*refs]) < 2:
-            return [self.fetch(ref, folder) for ref in wanted]
+        """Like `fetch`, several files at a time. Returns the paths in the order of `refs`.
+
+        All parts of a delta or a jump must be fetched together.
+        """
+        wanted = [*refs]
+        hashes = self._fetch_side_by_side(wanted, folder)
+        by_link: dict[tuple[int, int], list[tuple[DeltaRef, str]]] = {}
+        for ref, sha256 in zip(wanted, hashes, strict=True):
+            if isinstance(ref, DeltaRef) and ref.parts > 1:
+                by_link.setdefault((ref.base, ref.version), []).append((ref, sha256))
+        for (base, version), parts in by_link.items():
+            first, _ = parts[0]
+            if len(parts) != first.parts or sha256_together(sha for _, sha in parts) != first.sha256:
+                for ref, _ in parts:
+                    self._unreadable.add(ref.key)
+                    (folder / ref.name).unlink()
+                raise errors.ProtocolError(
+                    f"the {first.parts} parts of the delta from version {base} to {version} (such as"
+                    f" {first.key}) are not the published objects: they were not applied"
+                )
+        return [folder / ref.name for ref in wanted]
+
+    def _fetch_side_by_side(self, wanted: list[FileRef], folder: Path) -> list[str]:
+        if len(wanted) < 2:
+            return [self._fetch(ref, folder) for ref in wanted]
         places = ((ref, folder / ref.name) for ref in wanted)
         lacking = [(ref.key, path, ref.size) for ref, path in places if not path.exists()]
         for _, path, _ in lacking:
@@ -224,7 +269,7 @@ class RunReader:
             self.bucket.fetch_together(lacking)
         with ThreadPoolExecutor(SIDE_BY_SIDE, "fetch") as pool:  # these threads end with the fetch
             # After an error, `map` begins no further file.
-            return list(pool.map(lambda ref: self.fetch(ref, folder), wanted))
+            return list(pool.map(lambda ref: self._fetch(ref, folder), wanted))
 
     def fetch_anchor(self, anchor: AnchorRef, folder: Path) -> None:
         """Fetch an anchor's files: first the small ones, then the weights if no small file is damaged.

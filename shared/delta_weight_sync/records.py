@@ -18,12 +18,22 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar
 from uuid import uuid4
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_serializer,
+    model_validator,
+)
 
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.store import file_sha256
 
-FORMAT: Final = "delta-weight-sync/2"
+FORMAT: Final = "delta-weight-sync/3"
 POLL_S: Final = 1.0  # usual seconds between two requests for HEAD, without the Hub's events
 MAX_ASSETS: Final = 1024  # max files of an anchor
 MAX_PARTS: Final = 64  # max parts of a delta that a trainer writes
@@ -42,7 +52,9 @@ _LAST_TERM = 10**18 - 1
 _HEAD = re.compile(rf".*/heads/({_NUMBER})\.([0-9a-f]{{32}})\.json")
 _STATE = re.compile(rf".*/state/({_NUMBER})\.{_NUMBER}\.t[^/]*\.json")
 _LOG = re.compile(rf".*/log/({_NUMBER})\.([0-9a-f]{{32}})\.(\d{{8,12}})(?:-(\d{{8,12}}))?\.jsonl\.zst")
-_RANK = re.compile(r"-[0-9a-f]{8}(\.r\d{1,9})\.safetensors$")
+_LINK = re.compile(r"(?:deltas/|jumps/\d+-)\d+\.(t\d{1,18}-[0-9a-f]{8})(?:\.(r\d{1,9}))?\.safetensors")
+_WRITER_NAME = re.compile(r"t\d{1,18}-[0-9a-f]{8}")
+_PART_NAME = re.compile(r"r\d{1,9}")
 _PART = re.compile(
     rf".*/(anchors|deltas|jumps|manifests)/(?:{_NUMBER}-)?({_NUMBER})\.t(\d{{1,18}})-([0-9a-f]{{8}})[./].*"
 )
@@ -144,7 +156,8 @@ def version_key(key: str) -> VersionKey | None:
 
 def part_suffix(delta: DeltaRef) -> str:
     """The suffix of a part's key that names the rank, such as ".r2"; "" for a delta in one file."""
-    return match[1] if (match := _RANK.search(delta.key)) else ""
+    match = _LINK.search(delta.key)
+    return f".{match[2]}" if match and match[2] else ""
 
 
 def state_version(key: str) -> int | None:
@@ -238,11 +251,31 @@ class DeltaRef(FileRef):
     """A file of a delta or of a jump, which leads from version `base` to `version`.
 
     A delta or jump may have several files, its parts, which change different tensors. All parts are needed.
+    So they have one hash together: the sha256 of the binary sha256s of all its files, one after another.
+    `sha256` is this hash. For a delta or jump of one file, it is the sha256 of the file.
     """
 
     base: Count
     version: Count
-    changed: Count  # words that differ
+    changed: Count  # words that differ, in all parts
+    parts: Annotated[int, Field(ge=1, le=MAX_PARTS)] = 1
+
+
+def joined(parts: Sequence[DeltaRef]) -> tuple[DeltaRef, ...]:
+    """The files of one delta or jump, from references to each of them alone."""
+    if len(parts) < 2:
+        return tuple(parts)
+    together = {
+        "sha256": sha256_together(part.sha256 for part in parts),
+        "changed": sum(part.changed for part in parts),
+        "parts": len(parts),
+    }
+    return tuple(part.model_copy(update=together) for part in parts)
+
+
+def sha256_together(hashes: Iterable[str]) -> str:
+    """The hash of the parts of one delta or jump, from the sha256 of each in hex."""
+    return hashlib.sha256(b"".join(map(bytes.fromhex, hashes))).hexdigest()
 
 
 class AnchorRef(Record):
@@ -283,7 +316,7 @@ class Sealed(Record):
     `seal` is the sha256 of the record's kind, a line feed, and its JSON without `seal` and `signature`.
     """
 
-    format: Literal["delta-weight-sync/2"] = FORMAT
+    format: Literal["delta-weight-sync/3"] = FORMAT
     run: RunName
     seal: Sha256 | Literal[""] = ""  # computed if empty
     # Upper-case hex digits are refused, so that records with the same signature are equal.
@@ -305,6 +338,9 @@ class Manifest(Sealed):
     `deltas` lead to `version` one by one, without a gap; each delta is one file or several parts. Together
     with `jumps`, they lead to `version` from the anchor, and from each of the last `WINDOW` versions. But if
     one of these versions was published whole, without a delta, nothing leads from the versions before it.
+
+    In JSON, a reader computes the keys of all these files, and the parts of a delta are one entry: see
+    docs/wire-format.md.
     """
 
     born: Time  # unix seconds when the run was created; a run that is started over gets a new time
@@ -321,6 +357,50 @@ class Manifest(Sealed):
     changed: Count  # words that differ from version - 1; 0 without a delta
     total: Count  # words of the model: elements, but two for a float32 element, and four for an int64
     full_bytes: Count  # bytes of all weights
+
+    @field_serializer("anchor")
+    def _short_anchor(self, anchor: AnchorRef) -> dict[str, Any]:
+        folder = f"{Keys(self.run).folder}anchors/"
+        usual = f"{anchor.version:08d}.{self._writer_name}"
+        rows = []
+        for file in anchor.files:
+            place, _, name = file.key.removeprefix(folder).partition("/")
+            rows.append([name, file.size, file.sha256, *([place] if place != usual else [])])
+        return {"version": anchor.version, "files": rows}
+
+    @field_serializer("deltas", "jumps")
+    def _short_links(self, links: tuple[DeltaRef, ...]) -> list[list[Any]]:
+        rows = []
+        for (base, version), group in groupby(links, key=lambda link: (link.base, link.version)):
+            parts = list(group)
+            found = [_LINK.search(part.key) for part in parts]
+            writers = {match[1] for match in found if match}
+            if None in found or len(writers) > 1:
+                raise ValueError(f"{parts[0].key} is not the key of a delta or a jump of one writer")
+            sizes = {match[2]: part.size for match, part in zip(found, parts, strict=True) if match}
+            size = sizes.get(None, sizes)
+            other = sorted(writers - {self._writer_name})
+            rows.append([base, version, parts[0].changed, size, parts[0].sha256, *other])
+        return rows
+
+    @property
+    def _writer_name(self) -> str:
+        return str(Writer(self.writer_term, self.writer))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_keys(cls, data: Any, info: ValidationInfo) -> Any:
+        """Compute the keys of a manifest that comes from JSON."""
+        run = data.get("run") if isinstance(data, dict) else None
+        if info.mode != "json" or not isinstance(run, str) or not re.fullmatch(RUN_NAME, run):
+            return data  # made by a program, or refused by the field's own check
+        keys = Keys(run)
+        writer = f"t{data.get('writer_term')}-{str(data.get('writer'))[:8]}"
+        found = dict(data)
+        found["anchor"] = _full_anchor(data.get("anchor"), keys, writer)
+        for field in ("deltas", "jumps"):
+            found[field] = _full_links(data.get(field), f"{keys.folder}{field}/", writer)
+        return found
 
     @model_validator(mode="after")
     def _chain_is_whole(self) -> Self:
@@ -371,6 +451,51 @@ class Manifest(Sealed):
         return 1.0 - self.changed / self.total if self.total else 1.0
 
 
+def _full_anchor(anchor: Any, keys: Keys, writer: str) -> dict[str, Any]:
+    """The anchor of a manifest in JSON, with the keys of its files."""
+    rows = anchor.get("files") if isinstance(anchor, dict) else None
+    if not isinstance(rows, list):
+        raise ValueError("the anchor is not {version, files}")
+    files = []
+    for row in rows[: MAX_ASSETS + 1]:
+        texts = [row[0], *row[3:]] if isinstance(row, list) and len(row) in (3, 4) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"a file of the anchor is {str(row)[:100]}, not [name, size, sha256]")
+        folder = row[3] if len(row) == 4 else f"{anchor.get('version')!s:0>8}.{writer}"
+        files.append({"key": f"{keys.folder}anchors/{folder}/{row[0]}", "size": row[1], "sha256": row[2]})
+    return {**anchor, "files": files}
+
+
+def _full_links(rows: Any, folder: str, writer: str) -> list[dict[str, Any]]:
+    """The deltas or jumps of a manifest in JSON as one object for each file."""
+    if not isinstance(rows, list):
+        raise ValueError(f"{folder} is not a list")
+    full: list[dict[str, Any]] = []
+    for row in rows:
+        shown = str(row)[:100]
+        if not isinstance(row, list) or len(row) not in (5, 6):
+            raise ValueError(f"a delta is {shown}, not [base, version, changed, size, sha256]")
+        base, version, changed, size, sha256, *other = row
+        numbers = [base, version]
+        if any(type(number) is not int or not 0 <= number < 10**18 for number in numbers):
+            raise ValueError(f"the versions of a delta are wrong: {shown}")
+        owner = other[0] if other else writer
+        if not isinstance(owner, str) or not _WRITER_NAME.fullmatch(owner):
+            raise ValueError(f"the writer of a delta is wrong: {shown}")
+        sizes = size if isinstance(size, dict) else {"": size}
+        named = all(_PART_NAME.fullmatch(part) for part in sizes if isinstance(size, dict))
+        if isinstance(size, dict) and not (named and 1 <= len(size) <= MAX_PARTS):
+            raise ValueError(f"the parts of a delta are not 1 to {MAX_PARTS} named sizes: {shown}")
+        if len(full) + len(sizes) > MAX_REFS:
+            raise ValueError(f"{folder} has more than {MAX_REFS} files")
+        start = f"{base:08d}-" if folder.endswith("jumps/") else ""
+        common = {"sha256": sha256, "base": base, "version": version, "changed": changed, "parts": len(sizes)}
+        for part, each in sizes.items():
+            name = f"{start}{version:08d}.{owner}{f'.{part}' if part else ''}.safetensors"
+            full.append({"key": f"{folder}{name}", "size": each, **common})
+    return full
+
+
 class Head(Sealed):
     """Names a writer's newest version. Until the writer publishes its first version, the writer's HEAD names
     the version from which the writer continues."""
@@ -396,7 +521,7 @@ class Head(Sealed):
 class RunInfo(Record):
     """Describes a run; written once, when the run is created."""
 
-    format: Literal["delta-weight-sync/2"] = FORMAT
+    format: Literal["delta-weight-sync/3"] = FORMAT
     run: RunName
     model: Word
     created_at: Time

@@ -14,6 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import zstandard
+
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from tests.fuzz.deltas import mutate, mutate_header, mutate_raw, mutate_tree
@@ -82,11 +84,13 @@ def _unnamed(files: Files, key: str, rng: Random) -> None:
 
 def _log(files: Files, rng: Random) -> None:
     key = newest(files, "log")
-    lines = files[key].split(b"\n")
+    lines = zstandard.decompress(files[key]).split(b"\n")
     for _ in range(rng.choice((1, 1, 3))):
         at = rng.randrange(len(lines))
         lines[at] = _record(lines[at], rng)
-    files[key] = b"\n".join(lines)
+    files[key] = zstandard.compress(b"\n".join(lines))
+    if rng.random() < 0.2:
+        files[key] = mutate_raw(files[key], rng)
 
 
 def _delta(files: Files, rng: Random) -> None:
@@ -108,21 +112,37 @@ def _name(files: Files, rng: Random) -> None:
 
 
 def _same_tensors(tree: Any, files: Files) -> None:
-    last = tree["deltas"][-1]
-    key = last["key"].replace(".r1", ".r2")
-    files[key] = files[last["key"]]
-    tree["deltas"].append(last | {"key": key})
+    row = tree["deltas"][-1]
+    *_, last = keys_of(tree, "deltas", row)
+    row[3] = row[3] | {"r2": row[3]["r1"]}
+    files[last.replace(".r1", ".r2")] = files[last]
+    _pin_row(tree, files, "deltas", row)
+
+
+def _without_part(tree: Any, files: Files) -> None:
+    row = tree["deltas"][-1]
+    row[3] = {"r0": row[3]["r0"], "r7": row[3]["r1"]}
+    files[keys_of(tree, "deltas", row)[1]] = files[keys_of(tree, "deltas", row)[0]]
+    _pin_row(tree, files, "deltas", row)
 
 
 # What is wrong with the newest manifest of a run whose deltas and anchors come in parts, or with its files.
 PARTS: dict[str, Callable[[Any, Files], object]] = {
-    "parts that are not adjacent": lambda tree, _: tree["deltas"].sort(key=lambda d: d["key"].split(".")[-2]),
-    "a part that the manifest leaves out": lambda tree, _: tree["deltas"].pop(),
-    "a part that is missing": lambda tree, files: files.pop(tree["deltas"][-1]["key"]),
-    "a jump of one version": lambda tree, _: tree["jumps"].extend(tree["deltas"][-2:]),
+    "parts in another order": lambda tree, _: tree["deltas"][-1].__setitem__(
+        3, dict(reversed(tree["deltas"][-1][3].items()))
+    ),
+    "a part that the manifest leaves out": lambda tree, _: tree["deltas"][-1][3].pop("r1"),
+    "a part in place of another": _without_part,
+    "a part that is missing": lambda tree, files: files.pop(keys_of(tree, "deltas", tree["deltas"][-1])[-1]),
+    "a part with an impossible name": lambda tree, _: tree["deltas"][-1][3].update({"../r2": 1}),
+    "more parts than a trainer writes": lambda tree, _: tree["deltas"][-1][3].update(
+        {f"r{part}": 1 for part in range(65)}
+    ),
+    "a delta of an impossible writer": lambda tree, _: tree["deltas"][-1].append("t1-../../x"),
+    "a jump of one version": lambda tree, _: tree["jumps"].extend(tree["deltas"][-1:]),
     "two parts with the same tensors": _same_tensors,
     "an anchor without one of its files": lambda tree, _: tree["anchor"]["files"].pop(
-        next(i for i, file in enumerate(tree["anchor"]["files"]) if "00002-of" in file["key"])
+        next(i for i, (name, *_) in enumerate(tree["anchor"]["files"]) if "00002-of" in name)
     ),
     "an anchor without weights": lambda tree, _: tree["anchor"].update(files=tree["anchor"]["files"][:1]),
 }
@@ -184,11 +204,34 @@ def named(files: Files, key: str, change: Callable[[bytes], bytes]) -> None:
     manifest = newest(files, "manifests")
     tree = json.loads(files[manifest])
     del tree["seal"]
-    for ref in (*tree["deltas"], *tree["jumps"], *tree["anchor"]["files"]):
-        if ref["key"] == key:
-            ref.update(_reference(files[key]))
+    for kind in ("deltas", "jumps"):
+        for row in tree[kind]:
+            if key in keys_of(tree, kind, row):
+                _pin_row(tree, files, kind, row)
+    for row in tree["anchor"]["files"]:
+        if key.endswith(f"/{row[0]}") and "/anchors/" in key:
+            row[1:3] = _reference(files[key]).values()
     files[manifest] = json.dumps(tree).encode()
     pin(files, manifest)
+
+
+def keys_of(tree: Any, kind: str, row: list[Any]) -> list[str]:
+    """The keys of a delta's or jump's files, from its entry in the manifest `tree`."""
+    base, version, _, size, _, *other = row
+    writer = other[0] if other else f"t{tree['writer_term']}-{tree['writer'][:8]}"
+    start = f"{base:08d}-" if kind == "jumps" else ""
+    parts = [f".{part}" for part in size] if isinstance(size, dict) else [""]
+    return [f"runs/{RUN}/{kind}/{start}{version:08d}.{writer}{part}.safetensors" for part in parts]
+
+
+def _pin_row(tree: Any, files: Files, kind: str, row: list[Any]) -> None:
+    """Put the sizes and the hash of its files into an entry."""
+    found = [files[key] for key in keys_of(tree, kind, row)]
+    if isinstance(row[3], dict):
+        row[3] = dict(zip(row[3], map(len, found), strict=True))
+        row[4] = hashlib.sha256(b"".join(hashlib.sha256(file).digest() for file in found)).hexdigest()
+    else:
+        row[3:5] = _reference(found[0]).values()
 
 
 def pin(files: Files, manifest: str) -> None:

@@ -62,8 +62,12 @@ ATTACKS: dict[str, Callable[[Files], object]] = {
     "a run's name": lambda files: files.update({f"runs/{CODES}/x": b"x"}),
 }
 SAYS = {
-    "parts that are not adjacent": "deltas do not lead to version 3 one by one",
-    "a part that the manifest leaves out": "version 3 has digest",
+    "parts in another order": "parts of the delta from version 2 to 3 .* are not the published objects",
+    "a part that the manifest leaves out": "is not the published object",
+    "a part in place of another": "version 3 has digest",
+    "a part with an impossible name": "not 1 to 64 named sizes",
+    "more parts than a trainer writes": "not 1 to 64 named sizes",
+    "a delta of an impossible writer": "the writer of a delta is wrong",
     "a part that is missing": "does not exist",
     "a jump of one version": "a jump spans less than two versions",
     "two parts with the same tensors": "version 3 has digest",

@@ -59,7 +59,7 @@ def survey(reader: RunReader, keep: str, **spared: object) -> Survey:
 
 def test_a_run_fits_its_budget_and_all_that_it_still_holds_can_be_built(run, tmp_path):
     before = keys(run)
-    found = survey(run, "800KB")
+    found = survey(run, "600KB")
     prune(run.bucket, found)
     assert found.kept == size(run) <= 800e3
     assert 0 < found.oldest < VERSIONS - 10
@@ -67,7 +67,7 @@ def test_a_run_fits_its_budget_and_all_that_it_still_holds_can_be_built(run, tmp
     for version in {found.oldest, found.oldest + 1, (found.oldest + VERSIONS) // 2, VERSIONS}:
         is_built(run, version, tmp_path)
     assert before - keys(run) == {doomed.info.key for doomed in found.delete}
-    assert survey(run, "800KB").delete == (), "there is nothing more to do"
+    assert survey(run, "600KB").delete == (), "there is nothing more to do"
 
 
 def test_what_a_trainer_goes_on_from_stays(run, tmp_path):
@@ -83,7 +83,7 @@ def test_more_room_keeps_more_versions_and_one_more_would_not_fit(run):
     oldest = [survey(run, f"{kilobytes}KB").oldest for kilobytes in (500, 700, 900, 1100, 90000)]
     assert oldest == sorted(oldest, reverse=True)
     assert oldest[-1] == 0
-    tight = survey(run, "800KB")
+    tight = survey(run, "600KB")
     assert survey(run, "800KB", reserve=100_000).oldest > tight.oldest
 
 
@@ -129,13 +129,13 @@ def test_what_is_no_part_of_a_version_is_never_deleted(run):
 
 
 def test_a_gc_that_is_killed_is_finished_by_the_next(run, tmp_path):
-    found = survey(run, "800KB")
+    found = survey(run, "600KB")
     for stop in range(0, len(found.delete), 37):
         run.bucket.delete([doomed.info.key for doomed in found.delete[:stop]])
         oldest = min(m.version for m in run.versions())
         if stop % 3 == 0:
             is_built(run, oldest, tmp_path / f"{stop}")
-    prune(run.bucket, survey(run, "800KB"))
+    prune(run.bucket, survey(run, "600KB"))
     assert size(run) <= 800e3
 
 
@@ -157,7 +157,7 @@ def test_what_is_below_a_missing_manifest_stays_as_long_as_the_budget_allows(run
     assert {key for key in keys(run) if "/manifests/" in key} == before
     assert "the manifest of version 40 is missing" in command("verify", run.bucket.url).complaint
     stray = {key: run.bucket.get(key) for key in keys(run) if "/manifests/00000005." in key}
-    prune(run.bucket, survey(run, "800KB"))
+    prune(run.bucket, survey(run, "600KB"))
     run.bucket.put_all([*stray.items()])  # of a trainer that had lost the run; its files are gone
     assert command("verify", run.bucket.url).code == 0
 
@@ -174,7 +174,7 @@ def test_a_budget_that_is_too_small_says_so(run):
 
 def test_every_command_copes_with_versions_that_are_gone(run):
     url = run.bucket.url
-    prune(run.bucket, found := survey(run, "800KB"))
+    prune(run.bucket, found := survey(run, "600KB"))
     said = f"older versions were deleted; {found.oldest} is the oldest available"
     assert command("log", url).output.splitlines()[-1] == said
     verified = command("verify", url)

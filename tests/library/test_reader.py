@@ -259,7 +259,7 @@ class InTurns:
 def test_a_checkout_fetches_all_deltas_together_and_after_a_failure_no_anchor_again(
     written, tmp_path, monkeypatch
 ):
-    reader, tried, plain = reader_of(written), threading.Event(), RunReader.fetch
+    reader, tried, plain = reader_of(written), threading.Event(), RunReader._fetch
     manifest = reader.manifest()
     together = threading.Barrier(len(manifest.deltas), action=lambda: tried.set() or 1 / 0)
 
@@ -269,7 +269,7 @@ def test_a_checkout_fetches_all_deltas_together_and_after_a_failure_no_anchor_ag
                 together.wait(PATIENCE_S)
         return plain(reader, ref, folder)
 
-    monkeypatch.setattr(RunReader, "fetch", fetch)
+    monkeypatch.setattr(RunReader, "_fetch", fetch)
     with pytest.raises(ZeroDivisionError):
         reader.checkout(manifest, tmp_path / "out")
     monkeypatch.setattr(reader.bucket, "fetch", mock.Mock(wraps=reader.bucket.fetch))

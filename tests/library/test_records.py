@@ -44,7 +44,7 @@ def test_a_manifest_survives_the_wire_and_half_of_one_is_refused():
 
 @pytest.mark.parametrize("deltas", [[1, 3], [3], [4, 5], [2, 1]])
 def test_a_chain_with_a_gap_is_refused(deltas):
-    good, delta = manifest_of(3, 1).model_dump(exclude={"seal"}), manifest_of(3, 2).deltas[0]
+    good, (delta, *_) = dict(manifest_of(3, 1)) | {"seal": ""}, manifest_of(3, 2).deltas
     found = [delta.model_copy(update={"base": v - 1, "version": v}) for v in deltas]
     with pytest.raises(ValueError, match=r"do not lead|nothing leads"):
         Manifest(**good | {"deltas": found})
@@ -52,8 +52,9 @@ def test_a_chain_with_a_gap_is_refused(deltas):
 
 def test_a_jump_leads_forward():
     manifest = manifest_of(3, 2)
+    short = dict(manifest.deltas[0]) | {"key": Keys("r").jump(3, 3, WRITER), "base": 3}
     with pytest.raises(ValueError, match="spans less than two versions"):
-        Manifest(**dict(manifest) | {"jumps": [dict(manifest.deltas[0]) | {"base": 3}], "seal": ""})
+        Manifest(**dict(manifest) | {"jumps": [short], "seal": ""})
 
 
 @pytest.mark.parametrize(
@@ -121,9 +122,16 @@ def anchor(version: int, size: int) -> AnchorRef:
     return AnchorRef(version=version, files=(FileRef(key=f"a{version}", size=size, sha256=SHA),))
 
 
+def key_of(base: int, version: int, part: str = "") -> str:
+    keys = Keys("r")
+    is_delta = version == base + 1
+    return keys.delta(version, WRITER, part) if is_delta else keys.jump(base, version, WRITER, part)
+
+
 def delta(base: int, version: int, size: int, part: str = "") -> DeltaRef:
-    key = f"{base}-{version}{part}"
-    return DeltaRef(key=key, size=size, sha256=SHA, base=base, version=version, changed=1)
+    key = key_of(base, version, part)
+    parts = 2 if part else 1
+    return DeltaRef(key=key, size=size, sha256=SHA, base=base, version=version, changed=1, parts=parts)
 
 
 Link = tuple[DeltaRef, ...]  # the parts of a delta
@@ -189,10 +197,11 @@ def test_parts_are_taken_together():
 @pytest.mark.parametrize("part", [".r0", ".r1"])
 def test_a_part_that_cannot_be_read_is_none_of_use(part):
     manifest = with_links(PARTS, JUMP)
-    assert manifest.recipe_without({f"0-3{part}"}).deltas == tuple(PARTS)
-    assert manifest.recipe_without({f"1-2{part}"}).deltas == tuple(JUMP)
-    assert manifest.recipe_without({f"0-3{part}", f"1-2{part}"}) is None
-    assert manifest.recipe_without({f"0-3{part}", f"0-1{part}"}, held=1).deltas == tuple(PARTS[2:])
+    jump, first, second = key_of(0, 3, part), key_of(0, 1, part), key_of(1, 2, part)
+    assert manifest.recipe_without({jump}).deltas == tuple(PARTS)
+    assert manifest.recipe_without({second}).deltas == tuple(JUMP)
+    assert manifest.recipe_without({jump, second}) is None
+    assert manifest.recipe_without({jump, first}, held=1).deltas == tuple(PARTS[2:])
 
 
 def test_a_recipe_of_as_many_deltas_as_a_manifest_may_name_takes_little_memory():

@@ -23,7 +23,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.reader import apply_delta
-from delta_weight_sync.records import FileRef, Head, Keys, Writer
+from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, Writer, joined
 from tests.fuzz.deltas import OLD, seeds
 from tests.fuzz.forged import written
 from tests.library import wire_reader
@@ -84,7 +84,8 @@ def test_the_page_reads_a_run_from_head_to_weights(tmp_path):
     # The same run as two ranks publish it: parts are taken together, also those of a jump.
     written(parted(run.reader), tmp_path / "parted")
     newest, *older = wire_reader.versions(tmp_path / "parted", RUN)
-    assert [(ref["base"], ref["version"]) for ref in wire_reader.way(newest)] == sorted(steps * 2)
+    way = wire_reader.way(newest)
+    assert [(step["base"], step["version"], len(step["files"])) for step in way] == [(*s, 2) for s in steps]
     assert len(newest["anchor"]["files"]) == 4, "config.json, the index and the weights of each rank"
     for version in (newest, older[4], older[-1]):
         wire_reader.built(tmp_path / "parted", version)
@@ -118,8 +119,10 @@ def test_the_page_reads_a_run_of_every_dtype(tmp_path, encoding):
         assert manifest["full_bytes"] == sum(tensor.nbytes for tensor in state.values())
     for old, new, manifest in zip(expected, expected[1:], manifests[1:], strict=False):
         moved = {name: sum(a != b for a, b in zip(old[name], new[name], strict=True)) for name in new}
-        assert manifest["changed"] == manifest["deltas"][-1]["changed"] == sum(moved.values())
-        header, _ = wire_reader.safetensors(wire_reader.pinned(bucket, manifest["deltas"][-1]))
+        delta = wire_reader.steps(manifest)[manifest["version"] - 1, manifest["version"]]
+        assert manifest["changed"] == delta["changed"] == sum(moved.values())
+        (file,) = wire_reader.step_files(bucket, delta)
+        header, _ = wire_reader.safetensors(file)
         rows = json.loads(header["__metadata__"]["tensors"])
         table = {name: (shape, changes) for name, shape, changes, _ in rows}
         assert table == {n: (shape_of(states[0][n]), count) for n, count in moved.items() if count}
@@ -152,6 +155,53 @@ def head() -> str:
     without = "Head\n" + text.replace(f'"seal":"{sealed.seal}","signature":"",', "")
     lines = [keys.head(writer), *_wrapped(text), "its seal is the sha256 of the word Head, a line feed, and"]
     lines += [*_wrapped(without.removeprefix("Head\n")), f"  {_sha256(without.encode())}"]
+    return "\n".join(lines)
+
+
+def manifest() -> str:
+    """A manifest of a trainer of two ranks, without the fields that HEAD has, too."""
+    writer, keys = Writer(2, "5ad0b5d1" * 4), Keys("demo")
+    earlier = Writer(1, "0123456789abcdef" * 2)
+    content = {"size": 2, "sha256": _sha256(b"{}")}
+
+    def parts(base: int, version: int, suffixes: list[str], owner: Writer) -> tuple[DeltaRef, ...]:
+        jump = version - base > 1
+        found = [
+            DeltaRef(
+                key=keys.jump(base, version, owner, suffix) if jump else keys.delta(version, owner, suffix),
+                **content,
+                base=base,
+                version=version,
+                changed=9,
+            )
+            for suffix in suffixes
+        ]
+        return joined(found)
+
+    files = [keys.anchor(0, earlier, name) for name in ("config.json", "model.safetensors")]
+    found = Manifest(
+        run="demo",
+        born=1.75e9,
+        version=8,
+        writer_term=writer.term,
+        writer=writer.id,
+        sync=8,
+        created_at=1.75e9,
+        digest="0" * 16,
+        anchor=AnchorRef(version=0, files=tuple(FileRef(key=key, **content) for key in files)),
+        deltas=(*parts(6, 7, [""], earlier), *parts(7, 8, [".r0", ".r1"], writer)),
+        jumps=parts(0, 7, [""], earlier),
+        parent=FileRef(key=keys.manifest(7, earlier), **content),
+        changed=18,
+        total=100,
+        full_bytes=200,
+    )
+    tree = json.loads(found.to_bytes())
+    lines = []
+    for field in ("anchor", "deltas", "jumps"):
+        lines += _wrapped(json.dumps({field: tree[field]}, separators=(",", ":"))[1:-1])
+    lines.append("the files of these deltas and jumps")
+    lines += [f"  {ref.key}" for ref in (*found.deltas, *found.jumps)]
     return "\n".join(lines)
 
 
@@ -204,7 +254,9 @@ def planes() -> str:
     return "\n\n".join(_explained(*pair, "fast", mode) for mode, pair in examples.items())
 
 
-EXAMPLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (words, head, digest, gaps, bands, planes)}
+EXAMPLES: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (words, head, manifest, digest, gaps, bands, planes)
+}
 
 
 def _in_words(dtype: str, tensor: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import zstandard
 
 MASK = 2**64 - 1
-RECORD_FORMAT = "delta-weight-sync/2"  # of HEAD and manifest
+RECORD_FORMAT = "delta-weight-sync/3"  # of HEAD and manifest
 DELTA_FORMAT = "delta-weight-sync-delta/2"
 Weights = dict[str, list[int]]  # name -> row-major words
 # dtype -> bytes of an element
@@ -181,25 +181,58 @@ def sealed(kind: str, text: str) -> dict:
     return record
 
 
+def writer_of(manifest: dict) -> str:
+    return f"t{manifest['writer_term']}-{manifest['writer'][:8]}"
+
+
+def steps(manifest: dict) -> dict[tuple[int, int], dict]:
+    """(base, version) of each delta and jump -> its files (key -> size) and their hash."""
+    found = {}
+    for kind in ("deltas", "jumps"):
+        for base, version, changed, size, sha256, *other in manifest[kind]:
+            start = f"{base:08d}-" if kind == "jumps" else ""
+            key = f"runs/{manifest['run']}/{kind}/{start}{version:08d}.{(*other, writer_of(manifest))[0]}"
+            parts = {f".{part}": one for part, one in size.items()} if isinstance(size, dict) else {"": size}
+            files = {f"{key}{part}.safetensors": one for part, one in parts.items()}
+            versions = {"base": base, "version": version}
+            found[base, version] = {**versions, "files": files, "sha256": sha256, "changed": changed}
+    return found
+
+
+def step_files(bucket: Path, step: dict) -> list[bytes]:
+    """The files of a delta or a jump. If there are several, they have one hash together."""
+    files = [(bucket / key).read_bytes() for key in step["files"]]
+    assert [len(file) for file in files] == [*step["files"].values()]
+    hashes = [hashlib.sha256(file) for file in files]
+    together = hashlib.sha256(b"".join(one.digest() for one in hashes)) if len(files) > 1 else hashes[0]
+    assert together.hexdigest() == step["sha256"]
+    return files
+
+
 def way(manifest: dict) -> list[dict]:
     """The deltas and jumps of the fewest bytes, then files, from the anchor to the version."""
-    links: dict[tuple[int, int], list[dict]] = {}
-    for ref in (*manifest["deltas"], *manifest["jumps"]):
-        links.setdefault((ref["base"], ref["version"]), []).append(ref)  # the parts of a step
     ways: dict[int, list[dict]] = {manifest["anchor"]["version"]: []}
-    for base, version in sorted(links):
+
+    def cost(way: list[dict]) -> tuple[int, int]:
+        sizes = [size for step in way for size in step["files"].values()]
+        return sum(sizes), len(sizes)
+
+    for (base, version), step in sorted(steps(manifest).items(), key=lambda item: item[0]):
         if base in ways:
-            found = [*ways[base], *links[base, version]]
-            known = ways.get(version, found)
-            ways[version] = min(known, found, key=lambda refs: (sum(one["size"] for one in refs), len(refs)))
+            found = [*ways[base], step]
+            ways[version] = min(ways.get(version, found), found, key=cost)
     return ways[manifest["version"]]
 
 
 def anchor_files(manifest: dict) -> dict[str, dict]:
     """The anchor's files by their paths in the checkpoint's folder."""
-    refs = manifest["anchor"]["files"]
-    files = {ref["key"].split("/", 4)[4]: ref for ref in refs}
-    assert len(files) == len(refs)
+    anchor = manifest["anchor"]
+    usual = f"{anchor['version']:08d}.{writer_of(manifest)}"
+    files = {}
+    for name, size, sha256, *other in anchor["files"]:
+        key = f"runs/{manifest['run']}/anchors/{(*other, usual)[0]}/{name}"
+        files[name] = {"key": key, "size": size, "sha256": sha256}
+    assert len(files) == len(anchor["files"])
     assert not any(str(folder) in files for name in files for folder in Path(name).parents)
     return files
 
@@ -215,8 +248,9 @@ def built(bucket: Path, manifest: dict) -> Weights:
                 shape = header[name]["shape"]
                 assert len(raw) == BYTES[dtype] * math.prod(shape)
                 weights[name] = words_of(dtype, raw)
-    for ref in way(manifest):
-        apply_delta(pinned(bucket, ref), weights)
+    for step in way(manifest):
+        for file in step_files(bucket, step):
+            apply_delta(file, weights)
     assert digest(weights) == manifest["digest"]
     return weights
 

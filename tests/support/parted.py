@@ -2,12 +2,22 @@
 
 import json
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import INDEX, WEIGHTS, Bits, write_bits
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import AnchorRef, DeltaRef, Head, Manifest, Writer, reference, version_key
+from delta_weight_sync.records import (
+    AnchorRef,
+    DeltaRef,
+    Head,
+    Manifest,
+    Writer,
+    joined,
+    reference,
+    version_key,
+)
 from tests.support.written_run import file_ref
 
 
@@ -23,7 +33,7 @@ def parted(reader: RunReader) -> dict[str, bytes]:
         for refs in (old.deltas, old.jumps):
             parts = [_parts(ref, states[ref.base], states[ref.version]) for ref in refs]
             files |= {ref.key: data for part in parts for ref, data in part}
-            found.append(tuple(ref for part in parts for ref, _ in part))
+            found.append(tuple(chain.from_iterable(joined([ref for ref, _ in part]) for part in parts)))
         small = {ref.key: there[ref.key] for ref in old.anchor.files if ref not in old.anchor.weights}
         prefix = old.anchor.weights[0].key.removesuffix(WEIGHTS)
         anchor = small | {prefix + name: data for name, data in _shards(states[old.anchor.version]).items()}

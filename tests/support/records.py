@@ -52,10 +52,15 @@ def status(
 
 
 def manifest_of(version: int, anchor: int) -> Manifest:
-    ref = {"key": "x", "size": 1, "sha256": "0" * 64}
-    deltas = tuple(DeltaRef(**ref, base=v - 1, version=v, changed=1) for v in range(anchor + 1, version + 1))
-    files = {"anchor": AnchorRef(version=anchor, files=(FileRef(**ref),)), "deltas": deltas, "jumps": ()}
-    files["parent"] = FileRef(**ref) if version else None
+    keys = Keys("r")
+    content = {"size": 1, "sha256": "0" * 64}
+    deltas = tuple(
+        DeltaRef(key=keys.delta(v, WRITER), **content, base=v - 1, version=v, changed=1)
+        for v in range(anchor + 1, version + 1)
+    )
+    weights = FileRef(key=keys.anchor(anchor, WRITER, "model.safetensors"), **content)
+    files = {"anchor": AnchorRef(version=anchor, files=(weights,)), "deltas": deltas, "jumps": ()}
+    files["parent"] = FileRef(key=keys.manifest(version - 1, WRITER), **content) if version else None
     counts = {"changed": 1, "total": 1, "full_bytes": 2}
     names = {"run": "r", "writer_term": 1, "writer": "0" * 32, "digest": "0" * 16}
     return Manifest(**names, version=version, sync=version, born=0.0, created_at=0, **files, **counts)

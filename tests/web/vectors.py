@@ -151,15 +151,17 @@ def _with_names(names: tuple[str, ...]) -> Files:
     key = newest(files, "manifests")
     tree = json.loads(files[key])
     del tree["seal"]
-    refs = tree["anchor"]["files"]
-    (config,) = (ref for ref in refs if ref["key"].endswith("/config.json"))
-    kept = [ref for ref in refs if ref != config]
-    folder = config["key"].removesuffix("/config.json")
-    other = folder.replace("/00000000.", "/00000009.")
+    rows = tree["anchor"]["files"]
+    (config,) = (row for row in rows if row[0] == "config.json")
+    kept = [row for row in rows if row != config]
+    folder = f"runs/{RUN}/anchors/"
+    usual = f"00000000.t{tree['writer_term']}-{tree['writer'][:8]}"
+    content = files[f"{folder}{usual}/config.json"]
     for name in names:
-        place = f"{other}/{name[3:]}" if name.startswith("../") else f"{folder}/{name}"
-        files[place] = files[config["key"]]
-        kept.append(config | {"key": place})
+        place = usual.replace("00000000.", "00000009.") if name.startswith("../") else usual
+        name = name.removeprefix("../")
+        files[f"{folder}{place}/{name}"] = content
+        kept.append([name, *config[1:3], place])
     tree["anchor"]["files"] = kept
     files[key] = json.dumps(tree).encode()
     pin(files, key)

@@ -3,7 +3,7 @@
 import { demand, quoted, Refused } from "./refused.js";
 
 /** @typedef {{key: string, size: number, sha256: string}} FileRef */
-/** @typedef {FileRef & {base: number, version: number, changed: number}} DeltaRef */
+/** @typedef {FileRef & {base: number, version: number, changed: number, parts: number}} DeltaRef a file of a delta; if it has several parts, `sha256` is of the sha256s of all of them */
 /** @typedef {{version: number, files: FileRef[]}} Anchor */
 /** @typedef {{format: string, run: string, seal: string, signature: string, born: number, writer_term: number, writer: string}} Sealed */
 /** @typedef {Sealed & {version: number | null, manifest: FileRef | null}} Head */
@@ -13,7 +13,7 @@ import { demand, quoted, Refused } from "./refused.js";
  */
 /** @typedef {{anchor: Anchor | null, deltas: DeltaRef[]}} Recipe */
 
-export const FORMAT = "delta-weight-sync/2";
+export const FORMAT = "delta-weight-sync/3";
 export const LARGEST_RECORD = 8 << 20; // bytes
 const YEAR_9999 = 253402300800; // seconds
 
@@ -45,7 +45,9 @@ const RUN = /^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$/;
 /** No part between slashes is empty or begins with a dot. @param {any} value */
 const isKey = (value) => text(/^[A-Za-z0-9][A-Za-z0-9._-]*(\/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$/)(value) && value.length <= 501;
 const file = { key: isKey, size: count, sha256: text(/^[0-9a-f]{64}$/) };
-const isDelta = table({ ...file, base: count, version: count, changed: count });
+const isDelta = table({ ...file, base: count, version: count, changed: count, parts: count });
+const MAX_PARTS = 64;
+const MAX_FILES = 16384;
 const sealed = {
   format: (/** @type {any} */ value) => value === FORMAT,
   run: text(RUN),
@@ -60,7 +62,7 @@ const FIELDS = {
   Manifest: {
     ...sealed, version: count, sync: count, created_at: time, digest: text(/^[0-9a-f]{16}$/),
     anchor: table({ version: count, files: listOf(table(file), 1024) }),
-    deltas: listOf(isDelta, 16384), jumps: listOf(isDelta, 16384), parent: orNull(table(file)),
+    deltas: listOf(isDelta, MAX_FILES), jumps: listOf(isDelta, MAX_FILES), parent: orNull(table(file)),
     changed: count, total: count, full_bytes: count,
   },
 };
@@ -82,6 +84,19 @@ const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2,
 export async function check(ref, data) {
   const same = data.length === ref.size && (await sha256(data)) === ref.sha256;
   demand(same, `${ref.key} is not the published object (sha256 or size differs); it was not applied`);
+}
+
+/**
+ * Refuse the parts of a delta or a jump unless they are the published ones.
+ * @param {DeltaRef[]} parts
+ * @param {Uint8Array[]} files
+ */
+export async function checkTogether(parts, files) {
+  const hashes = await Promise.all(files.map(async (file) => bytes(await sha256(file))));
+  const together = new Uint8Array(hashes.length * 32);
+  hashes.forEach((hash, i) => together.set(hash, i * 32));
+  demand(parts.length === parts[0].parts && (await sha256(together)) === parts[0].sha256,
+    `the parts of ${parts[0].key} are not the published objects: they were not applied`);
 }
 
 /** The public keys that a reader trusts; without any, no signature is checked. */
@@ -126,6 +141,7 @@ export async function parse(kind, data, key) {
   } catch {
     throw new Refused(`${key} is not JSON`);
   }
+  if (kind === "Manifest") value = withKeys(value, key);
   const wrong = wrongField(value, FIELDS[kind]);
   demand(wrong === undefined, `${key} is not a valid ${kind}: its field ${quoted(wrong)} is missing, wrong or unknown`);
   const content = source.replace(`"seal":"${value.seal}","signature":"${value.signature}",`, "");
@@ -138,6 +154,47 @@ export async function parse(kind, data, key) {
     checkLinks(value, key);
   }
   return value;
+}
+
+/**
+ * Compute the keys of a manifest's files; what is not as it should be stays, and is refused after this.
+ * @param {any} value
+ * @param {string} key
+ */
+function withKeys(value, key) {
+  if (typeof value?.run !== "string" || !Array.isArray(value?.anchor?.files)) return value;
+  const folder = `runs/${value.run}/`;
+  const writer = `t${value.writer_term}-${String(value.writer).slice(0, 8)}`;
+  const usual = `${digits(value.anchor.version)}.${writer}`;
+  const files = value.anchor.files.map((/** @type {any} */ row) => {
+    demand(Array.isArray(row) && (row.length === 3 || row.length === 4), `${key}: a file of the anchor is not [name, size, sha256]`);
+    const [name, size, sha256, place = usual] = row;
+    return { key: `${folder}anchors/${place}/${name}`, size, sha256 };
+  });
+  return { ...value, anchor: { ...value.anchor, files },
+    deltas: links(value.deltas, `${folder}deltas/`, writer, key), jumps: links(value.jumps, `${folder}jumps/`, writer, key) };
+}
+
+/** @param {any} number */
+const digits = (number) => String(number).padStart(8, "0");
+
+/** @param {any} rows @param {string} folder @param {string} writer @param {string} key */
+function links(rows, folder, writer, key) {
+  demand(Array.isArray(rows) && rows.length <= MAX_FILES, `${key}: ${folder} is not a list`);
+  return rows.flatMap((/** @type {any} */ row) => {
+    demand(Array.isArray(row) && (row.length === 5 || row.length === 6), `${key}: a delta is not [base, version, changed, size, sha256]`);
+    const [base, version, changed, size, sha256, owner = writer] = row;
+    demand(/^t\d{1,18}-[0-9a-f]{8}$/.test(owner), `${key}: the writer of a delta is wrong`);
+    const parted = typeof size === "object" && size !== null;
+    const sizes = parted ? Object.entries(size) : [["", size]];
+    demand(!parted || (sizes.length > 0 && sizes.length <= MAX_PARTS && sizes.every(([part]) => /^r\d{1,9}$/.test(part))),
+      `${key}: the parts of a delta are not 1 to ${MAX_PARTS} named sizes`);
+    const start = folder.endsWith("jumps/") ? `${digits(base)}-` : "";
+    return sizes.map(([part, each]) => ({
+      key: `${folder}${start}${digits(version)}.${owner}${part && `.${part}`}.safetensors`,
+      size: each, sha256, base, version, changed, parts: sizes.length,
+    }));
+  });
 }
 
 /** @param {Manifest} manifest @param {string} key */

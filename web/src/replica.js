@@ -3,7 +3,7 @@
 import { apply, decode, undo } from "./delta.js";
 import { stateDigest } from "./digest.js";
 import { completed, FIRST, REST, sketched, weightsOf } from "./preview.js";
-import { check, LARGEST_RECORD, nameOf, newer, parse, PublicKeys, recipe, sizeOf } from "./records.js";
+import { check, checkTogether, LARGEST_RECORD, nameOf, newer, parse, PublicKeys, recipe, sizeOf } from "./records.js";
 import { demand, Refused } from "./refused.js";
 
 /** @typedef {import("./records.js").Manifest} Manifest */
@@ -223,6 +223,9 @@ export class Replica {
     way ??= recipe(target, null);
     demand(way, `nothing leads to version ${version}`);
     const held = new Map(way.deltas.map(({ key }) => [key, this.known.get(key)])); // `known` may drop them meanwhile
+    // Parts have one hash together, so all parts of a delta are fetched, or none.
+    const lacking = new Set(way.deltas.filter(({ key }) => !held.get(key)).map(stepOf));
+    for (const ref of way.deltas) if (lacking.has(stepOf(ref))) held.delete(ref.key);
     const fresh = [...(way.anchor?.files ?? []), ...way.deltas].filter(({ key }) => !held.get(key));
     demand(sizeOf(fresh) <= LARGEST_JOIN, `version ${version} is too large for a tab`);
     /** @type {Map<string, Promise<Uint8Array>>} */
@@ -284,18 +287,32 @@ export class Replica {
    * @param {FileRef[]} refs
    */
   #fetchAll(refs) {
-    return new Map(refs.map((ref) => {
-      const file = this.#proven(ref);
-      file.catch(() => {}); // the code that awaits the file sees the problem
-      return [ref.key, file];
-    }));
+    /** The files that have one hash together. @type {Map<string, FileRef[]>} */
+    const groups = new Map();
+    for (const ref of refs) {
+      const group = stepOf(ref) ?? ref.key;
+      groups.set(group, [...(groups.get(group) ?? []), ref]);
+    }
+    /** @type {Map<string, Promise<Uint8Array>>} */
+    const files = new Map();
+    for (const parts of groups.values()) {
+      const together = this.#proven(parts);
+      together.catch(() => {}); // the code that awaits a file sees the problem
+      parts.forEach(({ key }, i) => {
+        const file = together.then((found) => found[i]);
+        file.catch(() => {});
+        files.set(key, file);
+      });
+    }
+    return files;
   }
 
-  /** @param {FileRef} ref */
-  async #proven(ref) {
-    const data = await this.bucket.get(ref.key, ref.size);
-    await check(ref, data);
-    return data;
+  /** One file, or all parts of a delta. @param {FileRef[]} refs */
+  async #proven(refs) {
+    const found = await Promise.all(refs.map((ref) => this.bucket.get(ref.key, ref.size)));
+    if (refs.length === 1) await check(refs[0], found[0]);
+    else await checkTogether(/** @type {DeltaRef[]} */ (refs), found);
+    return found;
   }
 
   /**
@@ -332,7 +349,7 @@ export class Replica {
           return file;
         });
         if (listed.includes(whole.key)) {
-          weights = weights.catch((problem) => (problem instanceof Refused ? this.#proven(whole) : Promise.reject(problem)));
+          weights = weights.catch((problem) => (problem instanceof Refused ? this.#proven([whole]).then(([file]) => file) : Promise.reject(problem)));
         }
         weights.catch(() => {}); // the code that awaits the file sees the problem
       } catch (problem) {
@@ -465,6 +482,9 @@ function paused(seconds, signal) {
   });
   return { done, wake };
 }
+
+/** Names the delta or jump that a file belongs to. @param {FileRef | DeltaRef} ref */
+const stepOf = (ref) => ("base" in ref ? `${ref.base}-${ref.version}` : undefined);
 
 /** @param {{term: number, id: string, version: number}} a @param {{term: number, id: string, version: number}} b */
 const byWriterThenVersion = (a, b) => a.term - b.term || a.id.localeCompare(b.id) || a.version - b.version;

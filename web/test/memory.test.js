@@ -56,7 +56,7 @@ class LongRun {
 
   /** @param {string} kind @param {object} fields */
   #sealed(kind, fields) {
-    const text = JSON.stringify({ format: "delta-weight-sync/2", run: "long", ...fields, born: 1, writer_term: 1, writer: "0".repeat(32) });
+    const text = JSON.stringify({ format: "delta-weight-sync/3", run: "long", ...fields, born: 1, writer_term: 1, writer: "0".repeat(32) });
     return Buffer.from(`{"seal":"${sha256(`${kind}\n${text}`)}","signature":"",${text.slice(1)}`);
   }
 
@@ -73,10 +73,13 @@ class LongRun {
     /** @type {object[]} */
     let deltas = [];
     for (let version = 0; version < versions; version++) {
-      if (version) deltas = [...deltas, { ...this.#put(keyOf("deltas", version, ".safetensors"), deltaOf(version)),
-        base: version - 1, version, changed: WORDS }].slice(-EVERY);
+      if (version) {
+        const { size, sha256 } = this.#put(keyOf("deltas", version, ".safetensors"), deltaOf(version));
+        deltas = [...deltas, [version - 1, version, WORDS, size, sha256]].slice(-EVERY);
+      }
       if (version % EVERY === 0) {
-        anchor = { version, files: [this.#put(keyOf("anchors", version, "/model.safetensors"), anchorOf(version))] };
+        const { size, sha256 } = this.#put(keyOf("anchors", version, "/model.safetensors"), anchorOf(version));
+        anchor = { version, files: [["model.safetensors", size, sha256]] };
       }
       const digest = await stateDigest([["w", wordsOf(version)]]);
       parent = this.#put(keyOf("manifests", version, ".json"), this.#sealed("Manifest", { version, sync: version, created_at: 1, digest,

@@ -97,7 +97,7 @@ test("HEAD and its seal", async () => {
 
 test("the keys and names of runs that Python takes", async () => {
   const table = JSON.parse(readFileSync(new URL("keys.json", import.meta.url), "utf8"));
-  const shared = { format: "delta-weight-sync/2", born: 1, version: 0, writer_term: 1, writer: "0".repeat(32) };
+  const shared = { format: "delta-weight-sync/3", born: 1, version: 0, writer_term: 1, writer: "0".repeat(32) };
   const taken = async (/** @type {unknown} */ run, /** @type {unknown} */ key) => {
     const text = JSON.stringify({ ...shared, run, manifest: { key, size: 1, sha256: "0".repeat(64) } });
     const seal = createHash("sha256").update(`Head\n${text}`).digest("hex");

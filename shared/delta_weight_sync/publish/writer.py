@@ -17,7 +17,16 @@ from delta_weight_sync import records
 from delta_weight_sync.checkpoint import INDEX
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Problems, RunReader
-from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo, Writer
+from delta_weight_sync.records import (
+    AnchorRef,
+    DeltaRef,
+    FileRef,
+    Head,
+    Manifest,
+    RunInfo,
+    Writer,
+    joined,
+)
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.signing import Kind, writer_keys
 from delta_weight_sync.store import Bucket, ObjectInfo, Objects, file_sha256
@@ -223,7 +232,7 @@ class RunWriter(PartWriter):
                 if base is None:
                     self._new_anchor = AnchorRef(version=version, files=tuple(files))
                 else:
-                    self._jumps += [file for file in files if isinstance(file, DeltaRef)]
+                    self._jumps += joined([file for file in files if isinstance(file, DeltaRef)])
 
     def commit(
         self,
@@ -240,6 +249,7 @@ class RunWriter(PartWriter):
 
         `delta`: the parts of the delta from the version before; empty for a version that is published whole.
         """
+        delta = joined(delta)
         previous, version = self.newest, self.newest.version + 1 if self.newest else 0
         newest_anchor = anchor or self._new_anchor or (previous.anchor if previous else None)
         assert newest_anchor is not None, "version 0 needs an anchor"
@@ -261,7 +271,7 @@ class RunWriter(PartWriter):
             deltas=deltas,
             jumps=jumps,
             parent=self._reference(previous) if previous else None,
-            changed=sum(part.changed for part in delta),
+            changed=delta[0].changed if delta else 0,
             total=total,
             full_bytes=full_bytes,
         )
