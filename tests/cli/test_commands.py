@@ -204,7 +204,7 @@ def test_the_planted_version_is_found_by_halving(broken, judge, tmp_path, ends, 
 
 
 def test_one_checkpoint_is_made_of_another_by_deltas(broken, judge):
-    with mock.patch.object(RunReader, "fetch", autospec=True, side_effect=RunReader.fetch) as fetch:
+    with mock.patch.object(RunReader, "_fetch", autospec=True, side_effect=RunReader._fetch) as fetch:
         command("bisect", broken.url, "--eval", judge, "--bad", VERSIONS)
     fetched = [call.args[1].key for call in fetch.call_args_list]
     anchors = [key for key in fetched if key.endswith(WEIGHTS)]

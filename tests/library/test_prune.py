@@ -83,7 +83,7 @@ def test_more_room_keeps_more_versions_and_one_more_would_not_fit(run):
     oldest = [survey(run, f"{kilobytes}KB").oldest for kilobytes in (500, 700, 900, 1100, 90000)]
     assert oldest == sorted(oldest, reverse=True)
     assert oldest[-1] == 0
-    tight = survey(run, "600KB")
+    tight = survey(run, "800KB")
     assert survey(run, "800KB", reserve=100_000).oldest > tight.oldest
 
 

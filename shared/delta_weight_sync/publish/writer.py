@@ -15,7 +15,13 @@ from typing import NamedTuple
 
 from delta_weight_sync import records
 from delta_weight_sync.checkpoint import INDEX
-from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
+from delta_weight_sync.errors import (
+    AccessDeniedError,
+    BucketError,
+    FencedError,
+    ObjectMissingError,
+    ProtocolError,
+)
 from delta_weight_sync.reader import Problems, RunReader
 from delta_weight_sync.records import (
     AnchorRef,
@@ -334,11 +340,11 @@ class RunWriter(PartWriter):
         logged: Objects = ()
         try:
             with log.riding() if log else nullcontext(()) as logged:
-                self.bucket.put_all([*logged, *objects], self.receipts)
-        except BucketError:
+                self.bucket.put_all([*objects[:-1], *logged, objects[-1]], self.receipts)
+        except BucketError as error:
             self._require_ownership()  # if another trainer took over, that is the error to report
-            if not logged:
-                raise
+            if not logged or not isinstance(error, AccessDeniedError):
+                raise  # the next try leaves the log out
             self.bucket.put_all(objects, self.receipts)  # perhaps only the log was refused
 
     def _reference(self, manifest: Manifest) -> FileRef:
