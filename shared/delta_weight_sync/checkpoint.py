@@ -169,6 +169,11 @@ class Checkpoint:
                 )
         self.specs = {name: headers[file][name] for name, file in self._files.items()}
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files of weights, sorted by name."""
+        return [self.folder / file for file in sorted(set(self._files.values()))]
+
     def read(self, name: str, dtype: str = "") -> Bits:
         """Return the words of a tensor, cast to `dtype` if that is given."""
         with safe_open(self.folder / self._files[name], framework="pt") as file:

@@ -92,6 +92,11 @@ class Base:
         self._code = trust_remote_code
         self._require_known_code()
 
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether this is a model on the Hub: `name` is its id, and the name of `folder` is its commit."""
+        return not Path(self._source).is_dir()
+
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
         """The weights, of which only a new run needs more than the trainer has. None if there are none.
@@ -99,7 +104,7 @@ class Base:
         Raises:
             CheckpointError: They are incomplete, or in a format other than safetensors.
         """
-        if not Path(self._source).is_dir():
+        if self.is_on_hub:
             _download(str(self._source), self.folder)
         return Checkpoint(self.folder) if _has_weights(self.folder) else None
 

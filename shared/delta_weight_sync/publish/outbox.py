@@ -38,6 +38,7 @@ from delta_weight_sync.checkpoint import INDEX, WEIGHTS, Spec, Specs, dtypes_in,
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
+from delta_weight_sync.publish.hub_copy import HubCopy, fingerprint
 from delta_weight_sync.publish.mirror import Mirror, Place
 from delta_weight_sync.publish.sharding import Held, Owners, Peers, Shards, union
 from delta_weight_sync.publish.shortcuts import Published, Shortcuts, undone
@@ -106,7 +107,8 @@ class Outbox:
     time, and publish at the same time. Only rank 0 has a `log`, and calls `flush`, `pin` and `pinned`.
     `writer` is a `RunWriter` on rank 0, otherwise a `PartWriter`. `untrained`, on rank 0, returns the tensors
     that are not trained (name, dtype, words). `untrained` gets the trained tensors' specs, the names of the
-    tensors that rank 0 owns, and a function: name -> words of a tensor that rank 0 owns.
+    tensors that rank 0 owns, and a function: name -> words of a tensor that rank 0 owns. `hub_copy`, on rank
+    0, copies the base's files instead of an upload of version 0.
     """
 
     def __init__(
@@ -118,10 +120,12 @@ class Outbox:
         encoding: Encoding = "fast",
         mirror: Place = "host",
         untrained: Untrained | None = None,
+        hub_copy: HubCopy | None = None,
         keep: Keep | None = None,
         finite: bool = True,
     ) -> None:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
+        self._hub_copy = hub_copy
         self._peers = peers or Peers(alone=True)
         # A second process group, because the background thread must not share the trainer's collectives.
         self._thread_peers = Peers(alone=self._peers.size == 1)
@@ -400,7 +404,9 @@ class Outbox:
         own = to_hex(self.mirror.digest)
         base = PendingUpdate([], self.digest, own, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
-        files = self._writer.put_weights(version, sorted(self.shortcuts.path.iterdir()))
+        files = self._copied()
+        if files is None:
+            files = self._writer.put_weights(version, sorted(self.shortcuts.path.iterdir()))
         stored: list[tuple[list[FileRef], Counts]] = self._peers.exchange(
             (files, self._writer.bucket.ledger.counts())
         )
@@ -411,6 +417,18 @@ class Outbox:
             self._report(manifest, base, 0.0, [counts for _, counts in stored[1:]])
         self._writer.newest = self._peers.exchange(manifest)[0]
         self.shortcuts.restart(version)
+
+    def _copied(self) -> list[FileRef] | None:
+        """Let the Hub copy the base's files, if they are version 0. Return the files of the anchor that this
+        rank has to name; None if the ranks must upload the anchor."""
+        copy = self._hub_copy
+        if self.version is not None or not self._peers.exchange(copy and copy.may_fit(self.specs))[0]:
+            return None
+        own = self.mirror.shapes
+        sent = {} if self._peers.main else {name: fingerprint(self.mirror.bits(name)) for name in own}
+        others = {name: found for rank in self._peers.exchange(sent) for name, found in rank.items()}
+        files = copy.copy(own, self.mirror.bits, others) if copy else []
+        return files if self._peers.exchange(bool(files))[0] else None
 
     def _run(self) -> None:
         while True:

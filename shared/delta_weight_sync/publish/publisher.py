@@ -18,6 +18,7 @@ from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import tensor_digest, to_hex
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.base import MERGED, PEFT, Base
+from delta_weight_sync.publish.hub_copy import HubCopy
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.names import Names, find_names
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
@@ -150,6 +151,7 @@ class Publisher:
                 encoding=encoding,
                 mirror=mirror,
                 untrained=self._untrained if self._start else None,
+                hub_copy=HubCopy(self._start, self._writer) if self._start and self._writer else None,
                 keep=keep,
                 finite=not options.get("allow_nonfinite", False),
             )

@@ -16,14 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 from uuid import uuid4
 
 from delta_weight_sync import errors
 from delta_weight_sync.store.ledger import Kind, Ledger, kind_of
 from delta_weight_sync.store.notifications import Notifications
 
-__all__ = ["Bucket", "Listing", "ObjectInfo", "open_bucket"]
+__all__ = ["Bucket", "HubFile", "Listing", "ObjectInfo", "open_bucket"]
 
 SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
 DIRECT: Final = 16 << 20  # downloads of at most this many bytes use the Hub's URLs; larger ones use Xet
@@ -41,6 +41,14 @@ class ObjectInfo:
     written: float | None = field(default=None, compare=False)  # unix seconds at the store; None if unknown
 
 
+class HubFile(NamedTuple):
+    """A file of a model on the Hub."""
+
+    size: int  # bytes
+    sha256: str
+    xet_hash: str  # names the content in the Hub's storage
+
+
 Listing = list[ObjectInfo]
 Objects = Sequence[tuple[str, bytes | Path]]  # key and content of each object to store
 
@@ -50,6 +58,7 @@ class Bucket(ABC):
 
     report_every_s: ClassVar[float] = 1.0  # least seconds between two uploads that hold nothing but the log
     _counts_requests: ClassVar[bool] = False  # whether the store enters its requests in the ledger by itself
+    copies_from_hub: ClassVar[bool] = False  # whether `find_on_hub` and `copy_from_hub` may succeed
     _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
 
     def __init__(self, url: str) -> None:
@@ -138,6 +147,17 @@ class Bucket(ABC):
         if keys:
             with self._explained(keys[0], write=True, kind="deletions"):
                 self._delete(keys)
+
+    def find_on_hub(self, model: str, revision: str, names: Sequence[str]) -> dict[str, HubFile]:
+        """Look up files of a model on the Hub, by name. Raises `BucketError` if one cannot be copied."""
+        raise errors.BucketError(f"{self.url} is not on the Hub: copy {model} in another way")
+
+    def copy_from_hub(self, model: str, files: Mapping[str, HubFile]) -> None:
+        """Store copies of a model's files under these keys. The Hub copies them; nothing is uploaded.
+
+        After an error, some may be stored. Without an error, all are stored, with this size and this hash.
+        """
+        raise errors.BucketError(f"{self.url} is not on the Hub: copy {model} in another way")
 
     def notifications(self, prefix: str) -> Notifications:
         """Notifications of changes below the folder `prefix`. Close them after use."""

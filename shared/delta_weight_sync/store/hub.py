@@ -40,6 +40,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
     get_session,
     hf_raise_for_status,
+    http_backoff,
     http_stream_backoff,
     parse_ratelimit_headers,
 )
@@ -149,6 +150,7 @@ class HubBucket(store.Bucket):
 
     report_every_s = 10.0
     _counts_requests = True
+    copies_from_hub = True
     _failures = FAILURES
 
     def __init__(self, url: str, *, create: bool = False) -> None:
@@ -284,6 +286,44 @@ class HubBucket(store.Bucket):
 
     def _delete(self, keys: Sequence[str]) -> None:
         self._api.batch_bucket_files(self._id, delete=[self._path(key) for key in keys])
+
+    def find_on_hub(self, model: str, revision: str, names: Sequence[str]) -> dict[str, store.HubFile]:
+        """As in `Bucket`, with one request. It is not for a bucket, so it gets its limit of time here."""
+        url = f"{self._api.endpoint}/api/models/{model}/paths-info/{revision}"
+        asked = {"paths": [*names], "expand": False}
+        limits: dict[str, Any] = {"timeout": REQUEST_TIMEOUT, "retry_on_status_codes": ()}
+        try:
+            answer = http_backoff("POST", url, data=asked, headers=build_hf_headers(), **limits)
+            hf_raise_for_status(answer)
+            found = {entry["path"]: entry for entry in answer.json()}
+        except (*FAILURES, LookupError, TypeError) as error:  # the last two: an answer of another form
+            raise errors.BucketError(
+                f"the Hub did not describe the files of {model} ({_reason(error)})"
+            ) from error
+        files = dict[str, store.HubFile]()
+        for name in names:
+            entry = found.get(name, {})
+            sha256, xet_hash = (entry.get("lfs") or {}).get("oid", ""), entry.get("xetHash")
+            if not re.fullmatch("[0-9a-f]{64}", sha256) or not xet_hash:
+                raise errors.BucketError(f"{name} of {model} is not in the Hub's Xet storage")
+            files[name] = store.HubFile(entry["size"], sha256, xet_hash)
+        return files
+
+    def copy_from_hub(self, model: str, files: Mapping[str, store.HubFile]) -> None:
+        """As in `Bucket`, with two requests: the second one shows what the bucket has then."""
+        wanted = {self._path(key): file for key, file in files.items()}
+        copies = [("model", model, file.xet_hash, path) for path, file in wanted.items()]
+        try:
+            self._api.batch_bucket_files(self._id, copy=copies)
+            there = {file.path: file for file in self._api.get_bucket_paths_info(self._id, [*wanted])}
+        except FAILURES as error:
+            raise errors.BucketError(
+                f"the Hub did not copy the files of {model} ({_reason(error)})"
+            ) from error
+        for path, file in wanted.items():
+            found = there.get(path)
+            if found is None or (found.size, found.xet_hash) != (file.size, file.xet_hash):
+                raise errors.BucketError(f"the Hub stored another {path} than that of {model}")
 
     def notifications(self, prefix: str) -> Notifications:
         """As in `Bucket`, from the Hub's feed."""

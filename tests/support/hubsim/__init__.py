@@ -29,7 +29,7 @@ disturb the feeds of buckets' changes, `limit` limits requests for files; `clear
 
 huggingface_hub's own tests of buckets and Spaces pass against it (`tests/store/test_hub_own.py`);
 beyond these tests, it is not proven to behave like the real Hub. It does not check hashes and collects no
-garbage. A repository has one branch, and its files are not listed with their sizes.
+garbage. A repository has one branch.
 """
 
 import os
@@ -105,6 +105,10 @@ class HubSim:
     def times(self) -> list[tuple[str, str, float, float]]:
         """Every request that has ended: "METHOD /path", token, start and end in unix seconds."""
         return self._tell("GET", "/times").json()
+
+    def received(self) -> int:
+        """The bytes that clients have uploaded to the Xet storage so far."""
+        return self._tell("GET", "/received").json()
 
     def add_account(self, name: str, **how: Any) -> None:
         self._tell("PUT", f"/accounts/{name}", json=how)

@@ -189,6 +189,10 @@ def control_routes(hub: Hub, plan: Plan) -> APIRouter:
     async def times() -> list[tuple[str, str, float, float]]:
         return plan.times
 
+    @routes.get("/received")
+    async def received() -> int:
+        return hub.cas.received
+
     @routes.put("/clock/{skew}")
     async def set_clock(skew: float) -> None:
         CLOCK.skew = skew

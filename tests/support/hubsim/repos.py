@@ -88,6 +88,18 @@ class RepoState:
             raise entry_missing()
         return self.at(revision).files[path]
 
+    def tree(self, revision: str, prefix: str, *, recursive: bool) -> list[tuple[str, Blob | None]]:
+        """All files below the folder `prefix`, or what lies directly in it; a folder has no content."""
+        files = self.at(revision).files
+        start = f"{prefix}/" if prefix else ""
+        inside = {path: file for path, file in files.items() if path.startswith(start)}
+        if not inside:
+            raise entry_missing(f"{prefix} does not exist on {revision}")
+        if recursive:
+            return sorted(inside.items())
+        shown = {start + path.removeprefix(start).split("/")[0] for path in inside}
+        return [(path, inside.get(path)) for path in sorted(shown)]
+
     def text(self, path: str) -> str:
         file = self.files.get(path)
         return file.content.decode(errors="replace") if file else ""

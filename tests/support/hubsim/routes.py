@@ -1,9 +1,11 @@
 """The Hub's endpoints for repositories, buckets and Spaces, as huggingface_hub calls them."""
 
 import base64
+import hashlib
 import json
 from collections.abc import Callable
 from typing import Annotated, Any
+from urllib.parse import parse_qs
 
 import yaml
 from fastapi import APIRouter, Body, Depends, Header, Request, Response
@@ -123,6 +125,19 @@ def repo_routes(hub: Hub) -> APIRouter:
         url = f"{request.base_url}{url_path(repo.kind, repo.id)}/commit/{made.oid}"
         return {"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""}
 
+    @routes.get(REPO + "/tree/{revision}")
+    @routes.get(REPO + "/tree/{revision}/{prefix:path}")
+    async def tree(
+        repo: viewer, revision: str, prefix: str = "", recursive: bool = False
+    ) -> list[dict[str, Any]]:
+        return [_entry(hub, *found) for found in repo.tree(revision, prefix, recursive=recursive)]
+
+    @routes.post(REPO + "/paths-info/{revision}")
+    async def paths_info(repo: viewer, revision: str, request: Request) -> list[dict[str, Any]]:
+        files = repo.at(revision).files
+        asked = parse_qs((await request.body()).decode())["paths"]  # the client sends a form
+        return [_entry(hub, path, files[path]) for path in asked if path in files]
+
     _add_tokens(routes, REPO + "/xet-*-token/{revision}", reader, writer)
 
     def resolve(repo: reader, revision: str, path: str, request: Request, range: Auth = None) -> Response:
@@ -144,6 +159,17 @@ def repo_routes(hub: Hub) -> APIRouter:
         routes.add_api_route(pattern, resolve, methods=["GET", "HEAD"])
 
     return routes
+
+
+def _entry(hub: Hub, path: str, file: Blob | None) -> dict[str, Any]:
+    """A file of a repository, or a folder, as listings show it."""
+    if file is None:
+        return {"type": "directory", "path": path, "oid": hashlib.sha1(path.encode()).hexdigest(), "size": 0}
+    entry = {"type": "file", "path": path, "oid": file.oid, "size": file.size}
+    if not file.sha256:
+        return entry
+    lfs = {"oid": file.sha256, "size": file.size, "pointerSize": 134}
+    return entry | {"lfs": lfs, "xetHash": hub.cas.by_sha256[file.sha256]}
 
 
 def _upload_mode(repo: RepoState, asked: dict[str, Any]) -> dict[str, Any]:
@@ -231,9 +257,10 @@ def bucket_routes(hub: Hub) -> APIRouter:
         return [bucket.files[path].to_json(path) for path in asked["paths"] if path in bucket.files]
 
     @routes.post(BUCKET + "/batch")
-    async def batch(bucket: writer, request: Request) -> JSONResponse:
+    async def batch(bucket: writer, request: Request, authorization: Auth = None) -> JSONResponse:
         operations = [json.loads(line) for line in (await request.body()).splitlines()]
-        failed = [failure for operation in operations if (failure := _apply(hub, bucket, operation))]
+        done = [_apply(hub, bucket, operation, authorization) for operation in operations]
+        failed = [failure for failure in done if failure]
         counts = {"processed": len(operations), "succeeded": len(operations) - len(failed)}
         answer = {"success": not failed, **counts, "failed": failed}
         return JSONResponse(answer, 422 if failed and not counts["succeeded"] else 200)
@@ -253,17 +280,34 @@ def bucket_routes(hub: Hub) -> APIRouter:
     return routes
 
 
-def _apply(hub: Hub, bucket: BucketState, operation: dict[str, Any]) -> dict[str, str] | None:
+def _apply(
+    hub: Hub, bucket: BucketState, operation: dict[str, Any], who: str | None
+) -> dict[str, str] | None:
     """One line of a batch; returns what the Hub says where it refuses."""
     path = operation["path"]
     if operation["type"] == "deleteFile":
         bucket.delete(path)
         return None
     xet_hash, copied = operation["xetHash"], operation["type"] == "copyFile"
-    if xet_hash not in hub.cas.files or (copied and xet_hash == NO_HASH):
+    if xet_hash not in hub.cas.files or (copied and xet_hash not in _contents(hub, operation, who)):
         return {"path": path, "error": "Xet hash not found"}
     bucket.put(path, hub.cas.size(xet_hash), xet_hash, operation["mtime"])
     return None
+
+
+def _contents(hub: Hub, operation: dict[str, Any], who: str | None) -> set[str]:
+    """The Xet hashes of the repository or bucket from which the caller copies; none if it is hidden."""
+    kind, name = operation["sourceRepoType"], operation["sourceRepoId"]
+    try:
+        if kind == "bucket":
+            held = {file.xet_hash for file in hub.bucket(name, who).files.values()}
+        else:
+            commits = hub.readable(PLURAL[kind], name, who).commits
+            large = {file.sha256 for commit in commits for file in commit.files.values() if file.sha256}
+            held = {hub.cas.by_sha256[sha256] for sha256 in large}
+    except HubError:
+        return set()
+    return held - {NO_HASH}
 
 
 def space_routes(hub: Hub) -> APIRouter:

@@ -88,6 +88,7 @@ class Cas:
         self.files: dict[str, list[Term]] = {}
         self.by_sha256: dict[str, str] = {}  # SHA-256 -> Xet hash
         self.grants: dict[str, tuple[int, bytes]] = {}  # length of a xorb that may come, and what came
+        self.received = 0  # bytes that clients have uploaded
 
     def put_xorb(self, name: str, data: bytes) -> bool:
         """Store a xorb; False if it was there already."""
@@ -162,7 +163,9 @@ def cas_routes(cas: Cas, place: str) -> APIRouter:
     @routes.post("/v1/xorbs/default/{name}")
     async def put_xorb(name: str, request: Request, authorization: Auth = "") -> dict[str, bool]:
         _authorize(authorization, "xet-write")
-        return {"was_inserted": cas.put_xorb(name, await request.body())}
+        body = await request.body()
+        cas.received += len(body)
+        return {"was_inserted": cas.put_xorb(name, body)}
 
     @routes.post("/v1/xorb-grants/default/{name}", status_code=201)
     async def grant(name: str, asked: dict[str, Any], request: Request, authorization: Auth = "") -> Any:
@@ -182,6 +185,7 @@ def cas_routes(cas: Cas, place: str) -> APIRouter:
             raise HubError(403, "the headers are not those of the grant")
         if len(body) != length:
             raise HubError(400, "the body is not what the grant is for")
+        cas.received += length
         cas.grants[grant_id] = length, body
 
     @routes.post("/v1/xorb-commits/default/{name}/grant/{grant_id}")
@@ -195,7 +199,9 @@ def cas_routes(cas: Cas, place: str) -> APIRouter:
     @routes.post("/v1/shards")
     async def put_shard(request: Request, authorization: Auth = "") -> dict[str, int]:
         _authorize(authorization, "xet-write")
-        cas.put_shard(await request.body())
+        body = await request.body()
+        cas.received += len(body)
+        cas.put_shard(body)
         return {"result": 1}
 
     @routes.post("/v2/shards")
