@@ -103,6 +103,7 @@ class Keys:
         self.manifests = f"{self.folder}manifests/"
         self.states = f"{self.folder}state/"
         self.info = f"{self.folder}run.json"
+        self.page = f"{self.folder}README.md"
         self.log = f"{self.folder}log/"
 
     def head(self, writer: Writer) -> str:

@@ -438,7 +438,7 @@ def _gc(arguments: Arguments) -> None:
       - objects that are at most an hour older than the run's newest object;
       - files that a manifest names, if the manifest is at most an hour older than the run's newest object;
       - the version of the oldest saved trainer state, and later versions;
-      - HEADs, states, log and run.json.
+      - HEADs, states, log, run.json and README.md.
 
     So you can run the command while a trainer and replicas use the run. A deleted version can no longer be
     checked out, pinned or verified.

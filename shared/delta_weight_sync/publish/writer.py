@@ -22,6 +22,7 @@ from delta_weight_sync.errors import (
     ObjectMissingError,
     ProtocolError,
 )
+from delta_weight_sync.publish.run_page import run_page
 from delta_weight_sync.reader import Problems, RunReader
 from delta_weight_sync.records import (
     AnchorRef,
@@ -301,6 +302,7 @@ class RunWriter(PartWriter):
             full, now = manifest.full_bytes, time.time()
             info = RunInfo(run=self.keys.run, model=self.model, created_at=now, full_bytes=full)
             objects.append((self.keys.info, info.to_bytes()))
+            objects.append((self.keys.page, run_page(self.bucket.url, self.model, manifest)))
         objects.append((self._reference(manifest).key, manifest.to_bytes()))
         self._put([*objects, self._head(manifest)], log=self.log)
         self._require_ownership()
