@@ -1,5 +1,6 @@
 """Version 0 of a base on the Hub is not uploaded if it equals the base; otherwise, it is uploaded."""
 
+import itertools
 import json
 import logging
 import os
@@ -28,10 +29,12 @@ from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.store import hub as hub_bucket
 from tests import forked
 from tests.support.hubsim import HubSim
+from tests.support.models import CONFIGS, build, save
 
 Tensors = dict[str, torch.Tensor]
 LITTLE = 1_000_000  # bytes; nobody would notice the wait for this upload
 ROWS = 512  # of a tensor with 2048 columns
+SEEDS = itertools.count()
 UPLOAD = """
 import sys
 from huggingface_hub import HfApi
@@ -53,13 +56,13 @@ def client(hub: HubSim, hub_env: None, tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(constants, name, value)
 
 
-def weights(rows: int = ROWS, dtype: torch.dtype = torch.bfloat16) -> Tensors:
-    """Random weights, so that no two files have a part in common that the storage would find."""
-    draw = torch.Generator().manual_seed(int.from_bytes(os.urandom(4)))
+def weights(rows: int = ROWS) -> Tensors:
+    """Other weights at each call: the client does not upload what the storage has from another test."""
+    draw = torch.Generator().manual_seed(next(SEEDS))
     names = ("embed.weight", "layers.0.weight", "layers.1.weight", "norm.weight")
     shapes = [(rows, 2048)] * 3 + [(2048,)]
     return {
-        name: torch.empty(shape, dtype=dtype).uniform_(-1, 1, generator=draw)
+        name: torch.empty(shape, dtype=torch.bfloat16).uniform_(-1, 1, generator=draw)
         for name, shape in zip(names, shapes, strict=True)
     }
 
@@ -184,6 +187,19 @@ def test_weights_that_are_not_trained_do_not_matter(hub, publish, tmp_path):
     check(published, tensors, tmp_path / "followed")
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_of_transformers_are_copied(hub, client, tmp_path, caplog, name):
+    """Also those whose parameters have other names and shapes than the checkpoint, or other dtypes."""
+    model = build(name)
+    base = push(hub, save(model, tmp_path / "base"))
+    url = f"hf://buckets/team/{uuid4().hex}#run"
+    with caplog.at_level(logging.INFO, "delta_weight_sync"), Publisher(url, base=base) as publisher:
+        publisher.publish(model)
+    assert not [line for line in caplog.messages if "uploaded" in line]
+    (weights,) = open_run(url).manifest(0).anchor.weights
+    assert weights.is_in(tmp_path / "base" / "model.safetensors")
+
+
 # Uploaded.
 
 
@@ -289,19 +305,38 @@ def test_otherwise_it_is_uploaded(hub, publish, tmp_path, monkeypatch, caplog, p
     assert {info.key for info in left} == {ref.key for ref in refs}, "nothing is left of a copy"
 
 
-@pytest.mark.parametrize("lacks", ["bfloat16", "alignment"])
-def test_a_base_that_no_anchor_can_be_is_uploaded(hub, publish, tmp_path, caplog, lacks):
-    tensors = weights(dtype=torch.float32 if lacks == "bfloat16" else torch.bfloat16)
-    base = write(tmp_path / "base", tensors)
-    if lacks == "alignment":
-        content = (file := base / "model.safetensors").read_bytes()
-        size = int.from_bytes(content[:8], "little")
-        file.write_bytes(
-            (size + 1).to_bytes(8, "little") + content[8 : 8 + size] + b" " + content[8 + size :]
-        )
+def is_float32(base: Path) -> None:
+    tensors = load_file(base / "model.safetensors")
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, base / "model.safetensors")
+
+
+def is_not_aligned(base: Path) -> None:
+    content = (base / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = (end - 7).to_bytes(8, "little") + content[8:end] + b" "
+    (base / "model.safetensors").write_bytes(header + content[end:])
+
+
+def has_the_tied_head_twice(base: Path) -> None:
+    (base / "config.json").write_text('{"tie_word_embeddings": true}')
+    tensors = load_file(base / "model.safetensors")
+    head = {"lm_head.weight": tensors["embed.weight"].clone()}
+    save_file(tensors | head, base / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (is_float32, "embed.weight is BF16 .* in version 0, but F32"),
+        (is_not_aligned, "the tensors in model.safetensors of .* are not aligned"),
+        (has_the_tied_head_twice, "lm_head.weight is only in one of version 0 and team/"),
+    ],
+)
+def test_a_base_that_is_no_version_is_uploaded(hub, publish, tmp_path, caplog, change, why):
+    tensors = weights()
+    change(base := write(tmp_path / "base", tensors))
     with caplog.at_level(logging.INFO, "delta_weight_sync"):
         published = publish(push(hub, base), tensors)
-    why = {"bfloat16": "is BF16 .* in version 0, but F32", "alignment": "are not aligned"}[lacks]
     assert re.search(f"version 0 is uploaded, not copied from the base: .*{why}", caplog.text)
     assert not is_copied(published, tensors)
     check(published, tensors, tmp_path / "followed")

@@ -209,7 +209,8 @@ class Publisher:
         """Hand over the weights for a new version. Returns when the changes since the last sync are known.
 
         A background thread encodes and uploads these changes. Syncs that arrive during an upload become one
-        version. Do not change the tensors before this call returns. A new run's first call uploads version 0.
+        version. Do not change the tensors before this call returns. A new run's first call stores
+        version 0: it uploads all weights, unless the Hub can copy those of `base`.
 
         Args:
             weights: The model, which also gives its buffers; or `model.named_parameters()`, or another
