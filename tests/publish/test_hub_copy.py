@@ -112,8 +112,8 @@ def received_during(hub: HubSim, url: str, work: Callable[[], object]) -> Publis
     work()
     received = hub.received() - before
     reader = open_run(url)
-    sent = [event.sent_bytes for event in RunLogReader(reader.bucket, "run").poll() if event.kind == "sync"]
-    return Published(url, reader.manifest(0), received, sent[0])
+    sent = [event.sent for event in RunLogReader(reader.bucket, "run").poll() if event.kind == "traffic"]
+    return Published(url, reader.manifest(0), received, sum(sent[0].values()))
 
 
 @pytest.fixture
