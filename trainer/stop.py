@@ -5,18 +5,17 @@ The step in progress is finished first, because weights in the middle of a step 
 process ends even if a store does not answer.
 """
 
-import atexit
 import contextlib
 import math
-import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
 from transformers import TrainerCallback
+
+from delta_weight_sync.ending import end_in
 
 GRACE_S = 10.0  # time to finish the step in progress
 LIMIT_S = 24.0  # time to finish everything, counted from the signal
@@ -88,11 +87,7 @@ class Stop(TrainerCallback):
 
     def _note(self, number: int) -> None:
         self.signal, self._deadline = number, time.monotonic() + LIMIT_S
-        clean_up = atexit._run_exitfuncs  # removes temporary folders
-        for seconds, work in ((END_S - 2, clean_up), (END_S, lambda: os._exit(128 + number))):
-            timer = threading.Timer(seconds, work)
-            timer.daemon = True
-            timer.start()
+        end_in(END_S, 128 + number)
 
     def _receive(self, number: int, _: object) -> None:
         if not self.signal:

@@ -26,6 +26,7 @@ from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher, gpu_build
+from delta_weight_sync.ending import end_after_signals
 from delta_weight_sync.publish.publisher import Model
 from delta_weight_sync.publish.sharding import Peers
 from delta_weight_sync.runlog import DoneEvent
@@ -35,7 +36,7 @@ from trainer import exact, memory, resume, rollouts
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 from trainer.settings import Settings
 from trainer.spaces import Fleet, Spaces, SpacesUnavailableError
-from trainer.stop import Stop
+from trainer.stop import END_S, Stop
 from trainer.tasks import Task, make_task
 
 _FIRST_SYNC = 1  # TRL syncs once before the first step, and gives this sync the number 1
@@ -214,4 +215,6 @@ def finish_early(publisher: Publisher, states: resume.SaveState, stop: Stop) -> 
 
 
 if __name__ == "__main__":
+    # `Stop` promises the same, but while a library's code waits for a store, Python runs no handler.
+    end_after_signals(END_S, {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM)})
     main()

@@ -17,7 +17,7 @@ from trainer.demo.processes import free_port
 
 pytestmark = [pytest.mark.full, pytest.mark.finding("N8")]
 
-URL = "hf://buckets/me/silent"
+URL, S3 = "hf://buckets/me/silent", "s3://silent"
 SPACE = {"REPLICA_BUCKET": URL, "REPLICA_RUN": "r", "REPLICA_HOST": "127.0.0.1", "REPLICA_PORT": "0"}
 TRAIN = (
     f"trainer.train --config trainer/configs/wordle_tiny.yaml --model trainer/policies/wordle-tiny --run r \
@@ -36,6 +36,10 @@ from delta_weight_sync.store import hub
 from space_guard import limits
 
 hub.CONNECT_S = hub.REQUEST_TIMEOUT = limits.STOP_S = 2
+if sys.argv[1] == "trainer.train":
+    from trainer import stop
+
+    stop.END_S = 2
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 STUCK = """
@@ -58,12 +62,12 @@ limits.serve(app, port=int(sys.argv[1]), lifespan="off", log_level="error")
 """
 
 
-def ended(process: subprocess.Popen[bytes]) -> int:
+def ended(process: subprocess.Popen[bytes], within_s: float = PATIENCE_S) -> int:
     """The exit code after SIGTERM; nothing that it started is left."""
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     try:
-        code = process.wait(PATIENCE_S)
+        code = process.wait(within_s)
     finally:
         process.kill()
         process.wait(PATIENCE_S)
@@ -71,18 +75,25 @@ def ended(process: subprocess.Popen[bytes]) -> int:
     return code
 
 
+@pytest.mark.parametrize("url", [URL, S3], ids=["hf", "s3"])
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_a_store_that_takes_connections_and_never_answers_holds_nothing(tmp_path: Path, command: str) -> None:
-    words = [sys.executable, "-c", QUICK, *command.replace("followed", str(tmp_path / "followed")).split()]
+def test_a_store_that_takes_connections_and_never_answers_holds_nothing(
+    tmp_path: Path, command: str, url: str
+) -> None:
+    """While the client of S3 waits, no handler of a signal runs. It gives up after minutes."""
+    command = command.replace("followed", str(tmp_path / "followed")).replace(URL, url)
+    words = [sys.executable, "-c", QUICK, *command.split()]
     with socket.create_server(("127.0.0.1", 0)) as store:
-        places = {"HF_ENDPOINT": f"http://127.0.0.1:{store.getsockname()[1]}", "HF_TOKEN": "hf_x"}
+        endpoint = f"http://127.0.0.1:{store.getsockname()[1]}"
+        places = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_x", "AWS_ENDPOINT_URL": endpoint}
+        places |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "NO_PROXY": "127.0.0.1"}
         places |= {"REPLICA_FOLDER": str(tmp_path / "r"), "TMPDIR": str(tmp_path)}
-        environ = os.environ | SPACE | places
+        environ = os.environ | SPACE | places | {"REPLICA_BUCKET": url}
         with (tmp_path / "log").open("wb") as log:
             process = subprocess.Popen(words, cwd=ROOT, env=environ, stdout=log, stderr=log)
         store.settimeout(5 * PATIENCE_S)
         with store.accept()[0]:
-            assert ended(process) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+            assert ended(process, 60.0) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
     assert list(tmp_path.glob("delta-weight-sync-*")) == []
 
 

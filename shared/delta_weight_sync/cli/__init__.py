@@ -3,9 +3,12 @@
 import argparse
 import importlib
 import os
+import signal
 import sys
 from importlib import metadata
+from typing import Final
 
+from delta_weight_sync.ending import end_after_signals
 from delta_weight_sync.errors import DeltaWeightSyncError, printable
 
 COMMANDS = {
@@ -23,11 +26,18 @@ COMMANDS = {
     "doctor": "show which features work with the installed packages, and how to make the others work",
 }
 
+_END_S: Final = 4.5  # seconds from a signal to the end, with a margin: users rely on 5 seconds
+# Only `follow` has a handler for SIGTERM. The other commands end immediately.
+_ENDED: Final[dict[int, int]] = {signal.SIGINT: 130, signal.SIGTERM: 0}
+
 
 def main(words: list[str] | None = None) -> None:
     """Run the command `words`, by default the process's arguments. If the run, the bucket or the disk fails,
-    print one sentence and exit with code 1."""
-    words = sys.argv[1:] if words is None else words
+    print one sentence and exit with code 1. Without `words`, the process ends within five seconds of Ctrl-C
+    or SIGTERM, whatever the store does."""
+    if words is None:
+        end_after_signals(_END_S, _ENDED)
+        words = sys.argv[1:]
     arguments = _parser(words).parse_args(words)
     name: str = arguments.command
     try:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from delta_weight_sync.checkout import FollowedVersion, build, follow
 from delta_weight_sync.checkpoint import Bits
+from delta_weight_sync.ending import groups
 from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
 from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader, manifests_of, open_run, require_digest, runs_in
@@ -32,7 +33,7 @@ from delta_weight_sync.util import size_text
 
 Arguments = argparse.Namespace
 _BLAMED: Final = 20  # max tensors that `blame` lists, except with --json
-_ENDING_S: Final = 5.0  # seconds from SIGTERM to SIGKILL
+_ENDING_S: Final = 3.0  # seconds from SIGTERM to SIGKILL; shorter than `cli._END_S`
 _UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
 _NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
 
@@ -86,12 +87,18 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     the shell. If a signal ended the command, the code is negative or above 128."""
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
+
+    def start() -> subprocess.Popen[bytes]:
+        shell = subprocess.Popen(filled, shell=True, process_group=0)
+        groups.add(shell.pid)
+        return shell
+
     # Another thread starts the command. In this thread, an exception of a signal handler could interrupt the
     # start, and the process that was just started would be lost.
     with ThreadPoolExecutor(1) as starter:
-        started = starter.submit(subprocess.Popen, filled, shell=True, process_group=0)
+        started = starter.submit(start)
         try:
-            return started.result().wait()
+            code = started.result().wait()
         except BaseException:  # end the command and all processes that it started
             shell = started.result()
             with suppress(ProcessLookupError):
@@ -100,7 +107,10 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
                     shell.wait(_ENDING_S)
                 os.killpg(shell.pid, signal.SIGKILL)
             shell.wait()
+            groups.discard(shell.pid)
             raise
+    groups.discard(started.result().pid)
+    return code
 
 
 def _payload(manifest: Manifest) -> int:
@@ -390,7 +400,7 @@ def _follow(arguments: Arguments) -> None:
 
       --on-version "curl -f localhost:30000/update_weights_from_disk --json '{\"model_path\": \"'{path}'\"}'"
 
-    Ctrl-C ends the command with exit code 130, SIGTERM with 0.
+    Ctrl-C ends the command with exit code 130, SIGTERM with 0, in both cases within five seconds.
     """
     into, once = arguments.into, arguments.once
     with _ended_by_signals(), follow(_opened(arguments), into, once=once, on_error=_complain) as versions:
