@@ -1,11 +1,29 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
-This is safe while a writer and readers use the run. An object is *young* if it was written less than
-`GRACE_S` seconds before the newest object. Young objects stay. If a manifest is young, all files that it
+This is safe while a writer and readers use the run. An object is *young* if it, or the manifest of its
+version, is less than `GRACE_S` seconds old. Young objects stay. If a manifest is young, all files that it
 names stay, because readers may still fetch them. HEADs, log, trainer states, and files of a version in
-progress stay. All ages count back from the newest object or version, so a finished run does not age.
+progress stay. All ages count back from the newest versions, so a finished run does not age.
+
+A clock may be wrong while one version is published, ahead or behind. This must not delete anything that would
+stay if the clock were right. So no age relies on the time of a single version:
+
+- The present is the *earlier* time of the newest two versions. At least one of these times is right, so the
+  present is never too late.
+- The time of a version is the *later* one of its own time and its successor's. At least one of these times is
+  right, so this time is never too early. It is also no later than the time of any newer version, because
+  otherwise a version from the future would never be deleted.
+
+Hence an age is never too large. If all times are right, an age is too small: by the time between the newest
+two versions, and by the time to the version's successor. The newest three versions have the age 0.
+
+There are two clocks. The store's clock dates objects, and alone decides what is young. An object without a
+date is young. The trainer's clock dates manifests. A version is older than `Keep.age_s` only if it is so by
+both clocks: in a folder, both are often the same clock, but a trainer's clock may be wrong for longer. Of a
+version from the future, files other than the manifest stay, because they may have been written just now.
 """
 
+import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -13,7 +31,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
 from delta_weight_sync.errors import ConfigError, ObjectMissingError
-from delta_weight_sync.reader import RunReader
+from delta_weight_sync.reader import RunReader, manifests_of
 from delta_weight_sync.records import FileRef, Manifest, Writer, state_version, version_key
 from delta_weight_sync.store import Bucket, ObjectInfo
 
@@ -66,6 +84,27 @@ class _Version(NamedTuple):
     names: tuple[str, ...]  # keys of all files that the manifest names
 
 
+class _Clock:
+    """Tells the ages of the versions by one clock, as the docstring of this module says."""
+
+    def __init__(self) -> None:
+        self._newest: list[float] = []  # the times of the newest two
+        self._successor, self._time = math.inf, math.inf
+
+    @property
+    def present(self) -> float:
+        """The present, in the seconds of this clock. A single time says nothing about the present."""
+        return min(self._newest) if len(self._newest) == 2 else -math.inf
+
+    def age(self, time: float) -> float:
+        """The age of the next version, which has this time, in seconds. Begin with the newest version."""
+        if len(self._newest) < 2:
+            self._newest.append(time)
+        self._time = min(self._time, max(time, self._successor))
+        self._successor = time
+        return max(0.0, self.present - self._time)
+
+
 class Pruner:
     """Finds what may be deleted from a run. You can ask repeatedly; each manifest is read only once.
 
@@ -89,12 +128,24 @@ class Pruner:
         states = [found for key in infos if (found := state_version(key)) is not None]
         oldest_state = min([*states, newest.version])  # a trainer may resume from this version
         writer = Writer(newest.writer_term, newest.writer)
-        young = max((info.written or 0.0 for info in infos.values()), default=0.0) - self._grace_s
+        store, trainer = _Clock(), _Clock()
+        listed = sorted(manifests_of([*infos.values()]).items(), reverse=True)
+        ages = {  # of the versions, by the store's clock
+            version: store.age(info.written)
+            for version, info in listed
+            if info.written is not None and version <= newest.version
+        }
+        dated = {info.key for version, info in listed if version in ages}
 
         def is_young(key: str) -> bool:
             """Whether an object is young. An unlisted object, or one without a date, counts as young."""
-            info = infos.get(key)
-            return info is None or info.written is None or info.written > young
+            info, part = infos.get(key), version_key(key)
+            if info is None or info.written is None or part is None:
+                return True
+            age = ages.get(part.version, math.inf)
+            if key not in dated:  # a jump or an anchor, for example, is written after its version
+                age = min(age, max(0.0, store.present - info.written))
+            return age < self._grace_s
 
         def lasts(key: str) -> bool:
             """Whether an object always stays: it is young, of no version, or of a version in progress."""
@@ -107,12 +158,13 @@ class Pruner:
 
         kept = {*spare, *filter(lasts, infos)}
         size, oldest = size_of(kept), newest.version
-        limit, since = self._keep.size - reserve, newest.created_at - self._keep.age_s
+        limit = self._keep.size - reserve
         for version in self._versions(newest, infos):
             whole = version.number == newest.version or is_young(version.key)  # keep all files that it names
             must = whole or version.number >= oldest_state  # keep it even beyond the budget
             more = {version.key, *(version.names if whole else version.needs)} - kept
-            if not must and (size + size_of(more) > limit or version.created_at < since):
+            age = min(trainer.age(version.created_at), ages.get(version.number, 0.0))
+            if not must and (size + size_of(more) > limit or age > self._keep.age_s):
                 break
             kept |= more
             size, oldest = size + size_of(more), version.number

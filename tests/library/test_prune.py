@@ -2,23 +2,27 @@
 
 import os
 import shutil
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import floats, integers, lists
 
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.errors import ConfigError
-from delta_weight_sync.prune import GRACE_S, Keep, Pruner, Survey, prune
+from delta_weight_sync.prune import GRACE_S, Keep, Pruner, Survey, _Clock, prune
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import Writer, version_key
+from delta_weight_sync.records import Manifest, Writer, version_key
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.data import Library
 from tests.cli.command import command
 from tests.support.real_run import PATIENCE_S, RUN, Drifting, is_built
 
 HOUR = 3600.0
+TEN_YEARS = 10 * 365 * 24 * HOUR
 VERSIONS = 80
 
 
@@ -87,24 +91,102 @@ def test_more_room_keeps_more_versions_and_one_more_would_not_fit(run):
     assert survey(run, "800KB", reserve=100_000).oldest > tight.oldest
 
 
-def test_by_age_the_versions_of_that_time_stay(run, monkeypatch):
-    """Time is the run's own: its last version is the newest moment, whenever that was."""
-    newest = run.manifest()
-    manifests = {m.version: m.model_copy(update={"created_at": 600.0 * m.version}) for m in run.versions()}
-    monkeypatch.setattr(run, "newest", lambda: manifests[newest.version])
+Published = dict[int, Manifest]
+
+
+def set_clock(
+    run: RunReader, monkeypatch: pytest.MonkeyPatch, newest: int, **wrong: dict[int, float]
+) -> Published:
+    """The trainer handed over a version every ten minutes, up to `newest`.
+
+    `trainer`, `store`: version -> by how many seconds this clock was wrong meanwhile."""
+    trainer, store = wrong.get("trainer", {}), wrong.get("store", {})
+    manifests = {
+        m.version: m.model_copy(
+            update={"created_at": TEN_YEARS + 600.0 * m.version + trainer.get(m.version, 0)}
+        )
+        for m in RunReader(run.bucket, RUN).versions()
+    }
+    monkeypatch.setattr(run, "newest", lambda: manifests[newest])
     monkeypatch.setattr(run, "read", lambda _, ref: manifests[version_key(ref.key).version])
-    assert survey(run, "10h").oldest == VERSIONS - 60
+    for info in run.bucket.list(""):
+        key = version_key(info.key)
+        number = min(key.version, newest) if key else newest
+        date = TEN_YEARS + 600 * number + store.get(number, 0)
+        os.utime(Path(run.bucket.url.removeprefix("file://")) / info.key, (date, date))
+    return manifests
+
+
+def test_by_age_the_versions_of_that_time_stay(run, monkeypatch):
+    """Time is the run's own: its newest versions are the present, whenever that was."""
+    set_clock(run, monkeypatch, VERSIONS)
+    assert survey(run, "10h").oldest == VERSIONS - 60 - 2, "no time is believed without a second one"
     assert survey(run, "2d").oldest == 0
+
+
+WRONG = [TEN_YEARS, -TEN_YEARS, 3 * HOUR, -3 * HOUR]
+
+
+@pytest.mark.finding("M12")
+@pytest.mark.parametrize("clocks", [["trainer"], ["trainer", "store"]])
+@pytest.mark.parametrize("error", WRONG)
+def test_a_clock_that_is_wrong_for_one_version_deletes_nothing(run, monkeypatch, error, clocks):
+    """In a folder, both clocks are often the same."""
+    at, hours = 60, 5
+    for newest in (at, at + 1, at + 2, at + 3, at + 15, VERSIONS):
+        set_clock(run, monkeypatch, newest, **{clock: {at: error} for clock in clocks})
+        oldest, right = survey(run, f"{hours}h").oldest, newest - 6 * hours
+        assert oldest <= right, f"version {newest} is the newest"
+        assert oldest >= right - 4 or newest < at + 2, "the next versions make up for it"
+
+
+@pytest.mark.finding("M12")
+def test_a_trainers_clock_that_is_wrong_for_long_deletes_nothing_that_the_stores_protects(run, monkeypatch):
+    for error in WRONG:
+        set_clock(run, monkeypatch, 60, trainer=dict.fromkeys(range(50, 61), error))
+        assert survey(run, "5h").oldest <= 60 - 30
+
+
+@pytest.mark.finding("M12")
+@pytest.mark.parametrize("error", WRONG)
+def test_what_readers_may_still_fetch_stays_whatever_one_time_of_the_store_says(run, monkeypatch, error):
+    at = 60
+    for newest in (at, at + 1, at + 2, at + 3):
+        manifests = set_clock(run, monkeypatch, newest, store={at: error})
+        young = {ref.key for version in range(newest - 5, newest + 1) for ref in manifests[version].files}
+        doomed = {one.info.key for one in survey(run, "1KB").delete}
+        assert doomed or newest < at + 2
+        assert not doomed & young, "named less than an hour ago"
+
+
+@pytest.mark.finding("M12")
+def test_a_version_from_the_future_is_deleted_with_its_neighbours(run, monkeypatch):
+    with monkeypatch.context() as patched:
+        set_clock(run, patched, VERSIONS, trainer={60: TEN_YEARS}, store={60: TEN_YEARS})
+        prune(run.bucket, found := survey(run, "1KB"))
+    assert found.oldest == VERSIONS - 7
+    assert command("verify", run.bucket.url).code == 0
+
+
+@pytest.mark.finding("M12")
+@given(gaps=lists(floats(0, 1e9), min_size=1), wrong=integers(0), error=floats(-1e10, 1e10))
+def test_no_age_is_too_large_whichever_time_is_wrong(gaps, wrong, error):
+    right = [*accumulate(gaps)]
+    shown = [time + error * (number == wrong % len(right)) for number, time in enumerate(right)]
+    clock = _Clock()
+    for real, time in zip(right[::-1], shown[::-1], strict=True):
+        assert clock.age(time) <= right[-1] - real + 1e-3
 
 
 def test_what_the_newest_and_young_versions_name_stays_whatever_the_budget(run):
     found = survey(run, "1KB")
     prune(run.bucket, found)
-    assert found.oldest == VERSIONS - 5, "what is less than an hour old"
+    # Five versions are less than an hour old. No time is believed without a second one, so two more may be.
+    assert found.oldest == VERSIONS - 7
     there = keys(run)
     for manifest in run.versions():
         assert {ref.key for ref in manifest.files} <= there
-    assert len(list(run.versions())) == 6
+    assert len(list(run.versions())) == 8
 
 
 def test_objects_on_their_way_stay_and_orphans_go(run):
