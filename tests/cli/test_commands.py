@@ -16,9 +16,10 @@ from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
 from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.reader import RunReader, open_run
-from delta_weight_sync.records import Manifest
+from delta_weight_sync.records import DeltaRef, Head, Manifest, Writer, reference
 from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command
+from tests.support.alive import Alive
 from tests.support.published_run import write_run
 from tests.support.real_run import Drifting
 
@@ -49,6 +50,43 @@ def test_runs_lists_the_runs_of_a_bucket(finished):
     (row,) = [json.loads(line) for line in command("runs", url, "--json").output.splitlines()]
     assert (row["run"], row["newest"]) == ("test", 4)
     assert command("runs", url).output.splitlines()[1].split()[-1] == "test"
+
+
+@pytest.mark.finding("M9")
+@pytest.mark.parametrize("words", ["log", "log --json", "log -n 30", "verify"])
+def test_no_command_keeps_the_manifests_of_all_versions(broken, monkeypatch, words):
+    name, *options = words.split()
+    alive = Alive(monkeypatch)
+    assert command(name, broken.url, *options).code == 0
+    assert alive.read > 30
+    assert alive.most < 8
+
+
+@pytest.mark.finding("M9")
+def test_log_reads_the_versions_that_it_lists(broken, monkeypatch):
+    alive = Alive(monkeypatch)
+    lines = command("log", broken.url, "-n", 3).output.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["40", "39", "38"]
+    assert alive.read <= 3 + 2, "one more for the first sync of the last line"
+
+
+@pytest.mark.finding("M13")
+def test_a_jump_to_a_version_that_does_not_exist_is_one_sentence(tmp_path):
+    run = Drifting(tmp_path / "bucket")
+    run.steps(2)
+    run.close()
+    same = run.newest.model_dump(exclude={"seal", "jumps"})
+    writer = Writer(run.newest.writer_term, run.newest.writer)
+    nowhere = DeltaRef(**run.newest.deltas[0].model_dump() | {"base": 1, "version": 1 << 32})
+    forged = Manifest(**same, jumps=(nowhere,))
+    key = run.reader.keys.manifest(forged.version, writer)
+    head = Head(**forged.model_dump(include={*Head.model_fields} - {"seal"}), manifest=reference(key, forged))
+    run.reader.bucket.put(key, forged.to_bytes())
+    run.reader.bucket.put(run.reader.keys.head(writer), head.to_bytes())
+    result = command("verify", run.url)
+    assert result.code == 1
+    assert "names a jump from version 1 to 4294967296, which the run does not have" in result.complaint
+    assert len(result.complaint.splitlines()) == 1
 
 
 def test_show_describes_a_version(finished):

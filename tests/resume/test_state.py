@@ -16,12 +16,15 @@ import torch
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.outbox import RepeatedSyncs
+from delta_weight_sync.records import FileRef, Writer
 from delta_weight_sync.resume import _state
 from delta_weight_sync.resume._state import StateRecord
 from delta_weight_sync.resume.contents import put_random_state, take_random_state
 from delta_weight_sync.runlog import RunLogReader, TrafficEvent
 from delta_weight_sync.signing import new_pair
 from delta_weight_sync.store import open_bucket
+from tests.support.alive import Alive
+from tests.support.real_run import Drifting
 
 STEPS = 6
 
@@ -192,6 +195,26 @@ def test_a_damaged_manifest_before_the_newest_state_is_not_read(url, base, tmp_p
     with contextlib.closing(Loop(url, base)) as loop:
         assert (loop.restore(), loop.step) == (True, 4)
         assert [*tmp_path.glob("*/rank-0.safetensors")] == [], "what was restored does not stay on the disk"
+
+
+@pytest.mark.finding("M9")
+def test_the_manifests_behind_an_old_state_are_not_kept(tmp_path, monkeypatch):
+    run = Drifting(tmp_path / "bucket")
+    first = run.newest
+    run.steps(20)
+    run.close()
+    name = run.reader.keys.state(first.version, first.sync, Writer(first.writer_term, first.writer))
+    run.reader.bucket.put(f"{name}/rank-0.safetensors", b"state")
+    of = first.model_dump(include={"run", "born", "version", "digest", "sync", "created_at"})
+    rank = run.reader.bucket.stat(f"{name}/rank-0.safetensors")
+    ranks = (FileRef(key=rank.key, size=rank.size, sha256="0" * 64),)
+    run.reader.bucket.put(f"{name}.json", StateRecord(**of, ranks=ranks, extra={}).to_bytes())
+    alive = Alive(monkeypatch)
+    ((record, later),) = _state.usable_states(run.reader)
+    assert record.version == 0
+    assert [sync for sync, _ in later] == list(range(20, 0, -1))
+    assert alive.read > 20
+    assert alive.most < 5
 
 
 def test_states_of_a_signed_run_are_signed(url, base, monkeypatch, caplog):

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import inspect
+import itertools
 import json
 import os
 import re
@@ -20,12 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from delta_weight_sync.checkout import FollowedVersion, build, follow
-from delta_weight_sync.checkpoint import Bits
+from delta_weight_sync.cli.verification import Versions, verified
 from delta_weight_sync.ending import groups
 from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
 from delta_weight_sync.prune import Keep, Pruner, prune
-from delta_weight_sync.reader import RunReader, manifests_of, open_run, require_digest, runs_in
-from delta_weight_sync.records import DeltaRef, Keys, Manifest
+from delta_weight_sync.reader import RunReader, manifests_of, open_run, runs_in
+from delta_weight_sync.records import Keys, Manifest
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, make_keys
 from delta_weight_sync.store import open_bucket
@@ -158,15 +159,15 @@ def _runs(arguments: Arguments) -> None:
 
 def _log(arguments: Arguments) -> None:
     reader, anchors = _opened(arguments), set[int]()
-    manifests = [reader.manifest()]
+    manifest = reader.manifest()  # the others are read one by one, because all of them could fill the memory
 
     def rows() -> Iterator[dict[str, Any]]:
-        for manifest in manifests:
-            if arguments.last and len(manifests) > arguments.last:
+        nonlocal manifest
+        for count in itertools.count():
+            if arguments.last and count >= arguments.last:
                 return
             anchors.add(manifest.anchor.version)  # newest first, so the anchor's own row comes later
-            if older := reader.parent(manifest):
-                manifests.append(older)
+            older = reader.parent(manifest)
             # If the trainer resumed from an earlier state, `older` may have a later sync than `manifest`.
             first = min(older.sync + 1, manifest.sync) if older else manifest.sync
             yield {
@@ -178,11 +179,14 @@ def _log(arguments: Arguments) -> None:
                 "digest": manifest.digest,
                 "anchor": manifest.version in anchors,
             }
+            if older is None:
+                return
+            manifest = older
 
     columns = "{version:>7}  {published:19}  {syncs:>9}  {payload:>8}  {changed:>9}  {digest:16}  {anchor}"
     _print(columns, rows(), arguments.json)
     if not (arguments.json or arguments.last):
-        _print_deleted(manifests[-1])
+        _print_deleted(manifest)
 
 
 def _show(arguments: Arguments) -> None:
@@ -220,55 +224,19 @@ def _verify(arguments: Arguments) -> None:
     reader = _opened(arguments)
     reader.require_intact()
     reader.manifest()  # raises an error if there is no version
-    manifests = [*reader.versions()][::-1]
-    infos, oldest = {info.key: info for info in reader.bucket.list(reader.keys.folder)}, manifests[0]
+    found = Versions(reader)
+    infos, oldest = {info.key: info for info in reader.bucket.list(reader.keys.folder)}, found.oldest
     if below := reader.below_gap(oldest, oldest.version, infos):
         gap = f"the manifest of version {oldest.version - 1} is missing, but version {below.version} is there"
         raise ProtocolError(f"{gap}: the manifest was lost, or a `gc` was interrupted")
     with Scratch() as folder:
-        for manifest in _verified(reader, manifests, folder):
+        for manifest in verified(reader, found, folder):
             facts = {"version": manifest.version, "digest": manifest.digest}
             text = f"version {manifest.version} ok, digest {manifest.digest}"
             print(json.dumps(facts) if arguments.json else text, flush=True)
     if not arguments.json:
-        _print_deleted(manifests[0])
-        print(f"all {len(manifests)} versions verified")
-
-
-def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Iterator[Manifest]:
-    """Verify the versions one after the other, and yield the manifest of each.
-
-    The oldest version is built as a joining replica builds it. Each later version is built from the version
-    before it and its delta. The newest version is also built as a joining replica builds it. An anchor (a
-    whole checkpoint) is checked together with its version. A jump (a delta over several versions) is checked
-    together with the version at which the jump begins, if a joining replica would use the jump, or if the
-    newest manifest names the jump. The disk holds at most two checkpoints at the same time."""
-    by_version = {manifest.version: manifest for manifest in manifests}
-    anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
-    used = (delta for manifest in manifests for delta in manifest.recipe().deltas)
-    jumps: dict[tuple[int, int], dict[str, DeltaRef]] = {}  # by base and version, then by the part's key
-    for part in (*used, *manifests[-1].jumps):
-        if part.version - part.base > 1:
-            jumps.setdefault((part.base, part.version), {})[part.key] = part
-    state: dict[str, Bits] = {}
-    for manifest in manifests:
-        if state and manifest.delta:
-            reader.apply(state, manifest.delta, folder)
-            require_digest(state, manifest)
-        else:
-            state.clear()  # unmaps the files that the checkout replaces, which frees their space
-            state = reader.checkout(manifest, folder)
-        if anchor := anchors.get(manifest.version):
-            with Scratch() as other:
-                reader.checkout(manifest.model_copy(update={"anchor": anchor}), other)
-        for (base, version), parts in jumps.items():
-            if base == manifest.version:
-                copy = {name: bits.copy() for name, bits in state.items()}
-                reader.apply(copy, parts.values(), folder)
-                require_digest(copy, by_version[version])
-        yield manifest
-    state.clear()
-    reader.checkout(manifests[-1], folder)
+        _print_deleted(oldest)
+        print(f"all {len(found.refs) + 1} versions verified")
 
 
 def _checkout(arguments: Arguments) -> None:

@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
 from delta_weight_sync.publish.sharding import Peers, held_block, local
 from delta_weight_sync.publish.writer import RunWriter, put_file
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import Count, Digest, FileRef, Manifest, Sealed, Time
+from delta_weight_sync.records import Count, Digest, FileRef, Sealed, Time
 from delta_weight_sync.resume import contents
 from delta_weight_sync.resume.contents import Note, Others, Tensors
 from delta_weight_sync.scratch import Scratch
@@ -219,8 +219,15 @@ def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Scratch)
     return None
 
 
-def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifest]]]:
-    """Yield the complete states of the run, newest first, each with the versions after it."""
+class _Published(NamedTuple):
+    """What a resuming trainer keeps of a version. The manifests of all versions could fill the memory."""
+
+    sync: int
+    digest: str
+
+
+def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[_Published]]]:
+    """Yield the complete states of the run, newest first, each with the versions after it, newest first."""
     listing = {info.key: info.size for info in reader.bucket.list(reader.keys.states)}
     records: list[StateRecord] = []
     for key in sorted((key for key in listing if key.endswith(".json")), reverse=True):
@@ -229,7 +236,7 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
         except (ProtocolError, ObjectMissingError) as error:
             _log.warning("skipped a trainer state, damaged or of an earlier release: %s", error)
     oldest = min((record.version for record in records), default=None)
-    later: list[Manifest] = []
+    later: list[_Published] = []
     for manifest in reader.versions():
         if oldest is None or manifest.version < oldest:
             return
@@ -238,17 +245,17 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
             same = (record.born, record.version, record.digest)
             if whole and same == (manifest.born, manifest.version, manifest.digest):
                 yield record, later.copy()
-        later.append(manifest)
+        later.append(_Published(manifest.sync, manifest.digest))
 
 
-def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
+def _repeated(record: StateRecord, later: list[_Published]) -> dict[int, str]:
     """Return sync -> digest of the syncs that a trainer makes again if it repeats exactly from `record` on.
 
     `later`: the versions after `record`, newest first. A version is left out if a newer version has the same
     or a lower sync number: a trainer then went back to a state before the version, and did not repeat it. For
     example, if `later` has the syncs 8, 6, 7, 6 (newest first), the 7 and the older 6 are left out."""
-    line: list[Manifest] = []
-    for manifest in later:
-        if not line or manifest.sync < line[-1].sync:
-            line.append(manifest)
-    return {record.sync: record.digest} | {m.sync: m.digest for m in line if m.sync > record.sync}
+    line: list[_Published] = []
+    for published in later:
+        if not line or published.sync < line[-1].sync:
+            line.append(published)
+    return {record.sync: record.digest} | {sync: digest for sync, digest in line if sync > record.sync}
