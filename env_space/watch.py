@@ -56,7 +56,7 @@ class Replica:
             answer = await self._http.post("/v1/chat/completions", json=self.request())
             if not answer.is_success:
                 reason = f"it answered with status {answer.status_code}"
-                with suppress(ValueError, LookupError, TypeError):
+                with suppress(ValueError, LookupError, TypeError, RecursionError):
                     reason = str(answer.json()["error"]["message"])[:300]
                 raise GameError(502, f"The replica cannot play now: {reason}. {_ASLEEP}")
             text = answer.json()["choices"][0]["message"]["content"] or ""
@@ -64,7 +64,7 @@ class Replica:
             raise GameError(502, f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
         except httpx.HTTPError:
             raise GameError(502, f"The replica cannot be reached. {_ASLEEP}") from None
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):  # the last: it is nested too deeply
             raise GameError(502, f"The replica's answer is not one of vLLM's. {_ASLEEP}") from None
         self._messages.append({"role": "assistant", "content": text})
         called = _CALLED_WORD.findall(text)

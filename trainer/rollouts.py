@@ -210,7 +210,11 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 no_headers = CIMultiDictProxy(CIMultiDict[str]())  # the error must not contain the key
                 request = response.request_info._replace(headers=no_headers)
                 raise aiohttp.ClientResponseError(request, (), status=response.status, message=reason)
-            return await response.json(), response.headers
+            try:
+                answer = await response.json()
+            except (ValueError, RecursionError) as error:  # the latter if the answer is nested too deeply
+                raise aiohttp.ClientError(f"its answer is not JSON ({type(error).__name__})") from error
+            return answer, response.headers
 
 
 class Syncs(ctypes.Structure):

@@ -220,11 +220,12 @@ def _app_answer(response: httpx.Response, kind: Kind) -> Answer | None:
     try:
         body = response.json()
         state = str(body["state" if kind == "replica" else "status"])
-    except (ValueError, KeyError, TypeError):
+        error = str(body["error"]) if body.get("error") else None
+    except (ValueError, KeyError, TypeError, RecursionError):  # the last if the answer is nested too deeply
         return None
     if kind == "env" and state not in (_READY["env"], _NOT_SET_UP):
         return None  # a /health of another app
-    return Answer(state, up=True, error=body.get("error"))
+    return Answer(state, up=True, error=error)
 
 
 def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:

@@ -187,7 +187,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
             files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
             inside = {f for f in files.values() if (folder / f).is_file() and not _leads_out(Path(f))}
             lacking = sorted({*files.values()} - inside)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{INDEX} of {folder.name} is damaged ({error}): download it again"
             ) from error

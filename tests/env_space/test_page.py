@@ -206,6 +206,8 @@ def test_without_a_replica_the_refusal_names_the_setting():
         ((404, b'{"error": "nothing here"}'), "cannot play now: it answered with status 404."),
         ((200, b"<html>"), "answer is not one of vLLM's."),
         ((200, b'{"choices": []}'), "answer is not one of vLLM's."),
+        pytest.param((200, b"[" * 60_000), "answer is not one of vLLM's.", id="nested"),
+        pytest.param((503, b"[" * 60_000), "it answered with status 503.", id="nested refusal"),
     ],
 )
 def test_a_replica_that_does_not_play_is_quoted(answer, reason):

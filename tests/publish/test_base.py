@@ -313,6 +313,7 @@ def two_files(base: Path) -> str:
                 "cut": '{"metadata": {}, "weight_',
                 "empty": "",
                 "list": "[]",
+                "nested": "[" * 60_000,
                 "without_map": '{"metadata": {}}',
                 "map_is_a_list": '{"weight_map": ["model.safetensors"]}',
                 "file_is_a_number": f'{{"weight_map": {{"{EMBED}": 3}}}}',
@@ -327,7 +328,7 @@ def test_damaged_weights_are_refused_by_name_before_anything_is_published(damage
     assert not list((base.parent / "bucket").rglob("*.json")), "the run has not begun"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]"], ids=["empty", "cut", "list"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "[" * 60_000], ids=["empty", "cut", "list", "nested"])
 def test_a_damaged_config_is_refused_by_name(content, model, base):
     (base / "config.json").write_text(content)
     refused(base, model, "config.json of my-policy", "damaged", "download it again")

@@ -107,6 +107,18 @@ def test_a_stranger_gets_no_key_and_no_token(hosts, tmp_path, monkeypatch, repli
     assert carried(hosts.asked[OWN]) == {(KEY, f"Bearer {READ}")}, "only the Hub gets the token that writes"
 
 
+@pytest.mark.finding("M13")
+@pytest.mark.parametrize("answer", [b"[" * 60_000, b'{"state": ' + b"[" * 60_000])
+def test_an_answer_that_cannot_be_parsed_is_not_the_apps(answer):
+    with serving(lambda request: (200, {"content-type": "application/json"}, answer)) as url:
+        with pytest.raises(SpacesUnavailableError, match="answers 200, so it is not the replica"):
+            Spaces(Fleet([url])).wake()
+        with pytest.raises(SpacesUnavailableError, match="answers 200, so it is not the env"):
+            Spaces(Fleet([]), url).wake()
+        with pytest.raises(aiohttp.ClientError, match="its answer is not JSON"):  # the next replica is asked
+            post(url)
+
+
 @pytest.mark.finding(1)
 def test_no_redirect_is_followed(hosts, tmp_path):
     hosts.moved.add(OWN)

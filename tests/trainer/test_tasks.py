@@ -111,15 +111,16 @@ def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path
 GAME = {"done": False, "solved": False, "observation": "c1-", "reward": 0.5}
 ODD = [GAME | {"reward": odd} for odd in (float("inf"), float("nan"), 1e300, "a lot", None, True)]
 ODD += [GAME | {"observation": "x" * 1001}, [], "game", {}, GAME | {"observation": "x" * (1 << 20)}]
+NESTED = b"[" * 60_000  # deeper than Python's parser goes
 
 
 @pytest.mark.finding("N5")
-@pytest.mark.parametrize("answer", ODD, ids=lambda answer: str(answer)[:40])
+@pytest.mark.parametrize("answer", [*ODD, NESTED], ids=lambda answer: str(answer)[:40])
 @pytest.mark.parametrize("to_a_guess", [True, False], ids=["guess", "end"])
 def test_what_is_no_games_answer_loses_the_game_and_is_not_scored(answer, to_a_guess):
     def answers(request: Request):
         odd = request.path.count("/") == (3 if to_a_guess else 2)
-        return 200, {}, json.dumps(answer if odd else GAME).encode()
+        return 200, {}, answer if odd and answer is NESTED else json.dumps(answer if odd else GAME).encode()
 
     with answering(answers) as somebody:
         env = WordleEnv(somebody)
@@ -146,6 +147,15 @@ def test_a_refusal_is_quoted():
         env.reset(seed=3)
         with pytest.raises(ValueError, match=f"^{somebody} refused: send the key$"):
             reward(env)
+
+
+@pytest.mark.finding("M13")
+def test_a_refusal_that_cannot_be_parsed_is_one_sentence():
+    with answering(lambda request: (401, {}, b'{"detail": ' + NESTED)) as somebody:
+        env = WordleEnv(somebody)
+        env.reset(seed=3)
+        with pytest.raises(ValueError, match=r"answered 401 and is not the Wordle Space: check --env_url"):
+            guess(env, "crane")
 
 
 WORDS = ["".join(letters) for letters in itertools.product(ascii_lowercase[:5], repeat=3)]

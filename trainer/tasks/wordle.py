@@ -109,14 +109,15 @@ class WordleEnv:
                     raise RuntimeError(f"the environment at {url} does not answer: {error}") from error
             await asyncio.sleep(1.0)
         answer: Any = None
-        with contextlib.suppress(ValueError):
+        detail = ""
+        with contextlib.suppress(ValueError, RecursionError):  # the latter if the answer is nested too deeply
             answer = json.loads(text)
+            detail = str(answer["detail"]) if isinstance(answer, dict) and "detail" in answer else ""
         if 200 <= status < 300:
             return answer
-        if not isinstance(answer, dict) or "detail" not in answer:  # the Wordle Space always sends a detail
+        if not detail:  # the Wordle Space always sends a detail
             fix = "check --env_url; for a private Space, set SPACE_HF_TOKEN and add the URL to SPACES"
             raise ValueError(f"{url} answered {status} and is not the Wordle Space: {fix}")
-        detail = str(answer["detail"])
         raise GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")
 
 

@@ -85,7 +85,7 @@ class Base:
             raise CheckpointError(f"{self.name} holds no config.json: name a checkpoint's folder as base")
         try:
             self._config = dict[str, Any](json.loads(config.read_text()))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"config.json of {self.name} is damaged ({error}): download it again"
             ) from error
@@ -354,7 +354,7 @@ def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _without_code(path: Path) -> str:
     """The content of a JSON file without its `auto_map`, which names Python files; "" if it has none."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         content = json.loads(path.read_text())
         if isinstance(content, dict) and content.pop("auto_map", None):
             return json.dumps(content, indent=2)
@@ -390,7 +390,7 @@ def _download(model: str, folder: Path) -> None:
         if index.is_file():
             files = set(json.loads(index.read_text())["weight_map"].values())
         snapshot_download(model, allow_patterns=sorted(files))
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError, LookupError, RecursionError) as error:
         raise CheckpointError(
             f"the weights of {model} cannot be read: {str(error).splitlines()[0]}"
         ) from error
