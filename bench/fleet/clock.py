@@ -192,11 +192,21 @@ class Lock(Condition):
     _held = False
 
     def __enter__(self) -> None:
-        while self._held:
-            self._clock.park(self._waiting)
-        self._held = True
+        self.acquire()
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the lock. Returns False if it is held and `blocking` is False."""
+        while self._held and blocking:
+            self._clock.park(self._waiting)
+        taken = not self._held
+        self._held = True
+        return taken
+
+    def release(self) -> None:
+        """Give the lock back."""
         self._held = False
         if self._waiting:
             self.notify_all()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -438,13 +439,18 @@ class Fleet:
             (lambda *_, **__: CountedMirror(asked, clock)),
             functools.partial(CountedLayout, self),
         )
+        ids = random.Random(self.asked.seed)
         return {
             "delta_weight_sync.store.notifications": {"threading": clock.threading},
             hub: both | {"random": self.rng},
             watch: {"monotonic": clock.seconds},
             reader: {"ThreadPoolExecutor": clock.executor},
-            records: {"parse": functools.cache(records.parse)},
-            runlog: {"threading": clock.threading},
+            records: {
+                "parse": functools.cache(records.parse),
+                # The log is compressed, so its size would differ with random digits.
+                "uuid4": lambda: UUID(int=ids.getrandbits(128), version=4),
+            },
+            runlog: both,
             writer: {
                 "time": clock.time,
                 "file_sha256": lambda path: hashlib.sha256(stand_in(path)).hexdigest(),

@@ -171,7 +171,7 @@ class RunCache:
     def _is_new(self, commit: LogEvent) -> bool:
         """Whether a commit of the replica that hosts the dashboard was not added yet. Notes it."""
         assert isinstance(commit, CommitEvent)
-        known = commit.version, round(1000 * commit.t)
+        known = commit.version, math.floor(1000 * commit.t)
         if known in self._own_commits:
             return False
         self._own_commits.append(known)

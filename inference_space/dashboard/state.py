@@ -275,8 +275,6 @@ class RunState:
 
     def _sync(self, event: SyncEvent) -> None:
         seen = self.seen
-        if self._recent and (event.version, event.sync) == (seen.version, self._recent[-1].sync):
-            return  # logged again by the next trainer
         seen.version, seen.full_bytes, seen.done = event.version, event.full_bytes, None
         self._recent.append(event)
         self._trainer.append((event.t, event.version))

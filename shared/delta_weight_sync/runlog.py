@@ -13,8 +13,10 @@ or list that is too long; they skip and count a line that breaks another limit o
 import io
 import json
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, Literal
@@ -249,12 +251,13 @@ class RunLogWriter:
             self._uploading.release()
 
     def close(self) -> None:
-        """Write the remaining events. Raises `BucketError` if that fails."""
+        """Write the remaining events. If the store does not take them, say so and give up."""
         self._closed.set()
         self._thread.join()
-        self.flush()
-        with self._guard, self._uploading:
-            self._compact(SEGMENT // 8)
+        with self._guard:
+            self.flush()
+            with self._uploading:
+                self._compact(SEGMENT // 8)
 
     def flush(self) -> None:
         """Store all events of now. Raises `BucketError` if that fails."""
@@ -349,6 +352,8 @@ class RunLogReader:
         # For each trainer: the number of the flush to read next, and how many of its lines were read already.
         self._seen: dict[Writer, tuple[int, int]] = {}
         self._listed: float | None = None  # when the log was listed last
+        # The newest versions. Two trainers may log the same one: see `RunLogWriter.complete`.
+        self._versions: deque[tuple[int, int]] = deque(maxlen=64)
         self.skipped = 0  # number of lines that were not events; an object that cannot be read is one line
 
     def poll(self) -> Iterator[Event]:
@@ -393,9 +398,15 @@ class RunLogReader:
                 done += 1
                 self._seen[part.writer] = at, done
                 try:
-                    yield _EVENT.validate_json(line if len(line) <= LINE else b"")
+                    event = _EVENT.validate_json(line if len(line) <= LINE else b"")
                 except ValidationError:
                     self.skipped += bool(line)
+                    continue
+                if isinstance(event, SyncEvent):
+                    if (event.version, event.sync) in self._versions:
+                        continue
+                    self._versions.append((event.version, event.sync))
+                yield event
             done = 0
         self._seen[part.writer] = part.last + 1, 0
 
@@ -467,7 +478,8 @@ def _line(event: Event) -> bytes:
 
 def _short(value: Any, name: str = "") -> Any:
     if isinstance(value, float):
-        return round(value, 3) if name in ("t", "since") else float(f"{value:.6g}")
+        # Times are rounded down, so that no event seems to be later than what came after it.
+        return math.floor(1000 * value) / 1000 if name in ("t", "since") else float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: _short(each, key) for key, each in value.items()}
     return [_short(each) for each in value] if isinstance(value, list) else value

@@ -16,7 +16,7 @@ from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
 from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.reader import RunReader, open_run
-from delta_weight_sync.records import DeltaRef, Head, Manifest, Writer, reference
+from delta_weight_sync.records import Head, Manifest, Writer, reference
 from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command
 from tests.support.alive import Alive
@@ -75,10 +75,10 @@ def test_a_jump_to_a_version_that_does_not_exist_is_one_sentence(tmp_path):
     run = Drifting(tmp_path / "bucket")
     run.steps(2)
     run.close()
-    same = run.newest.model_dump(exclude={"seal", "jumps"})
     writer = Writer(run.newest.writer_term, run.newest.writer)
-    nowhere = DeltaRef(**run.newest.deltas[0].model_dump() | {"base": 1, "version": 1 << 32})
-    forged = Manifest(**same, jumps=(nowhere,))
+    place = {"key": run.reader.keys.jump(1, 1 << 32, writer), "base": 1, "version": 1 << 32}
+    nowhere = run.newest.deltas[0].model_copy(update=place)
+    forged = Manifest(**dict(run.newest) | {"jumps": (nowhere,), "seal": ""})
     key = run.reader.keys.manifest(forged.version, writer)
     head = Head(**forged.model_dump(include={*Head.model_fields} - {"seal"}), manifest=reference(key, forged))
     run.reader.bucket.put(key, forged.to_bytes())

@@ -260,7 +260,7 @@ def test_a_part_that_is_damaged_makes_its_whole_version_unreadable(run_of_two, t
     reader = RunReader(open_bucket(copy.as_uri()), "run")
     newest = reader.newest()
     (copy / newest.delta[1].key).write_bytes(b"torn")
-    with pytest.raises(ProtocolError, match="is not the published object"):
+    with pytest.raises(ProtocolError, match="are not the published objects"):
         reader.checkout(newest, tmp_path / "out")
     older = reader.readable(newest)
     assert older.version == newest.version - 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,14 @@ import psutil
 import pytest
 
 from delta_weight_sync import gpu_build
-from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
+from delta_weight_sync.runlog import (
+    CommitEvent,
+    DoneEvent,
+    ReplicaEvent,
+    StepEvent,
+    SyncEvent,
+    TrafficEvent,
+)
 from tests.support.waiting import PATIENCE_S, soon
 from trainer.demo.__main__ import (
     POLICIES,
@@ -220,10 +228,13 @@ def test_lines_tell_what_is_left_of_the_time(capsys, monkeypatch):
 def events(*, replica_digest: str = "b" * 16, replica_version: int = 1) -> list:
     sync = {"t": 0, "sync": 1, "anchor_bytes": 0, "full_bytes": 200, "total": 100}
     sync |= {"diff_s": 0.1, "encode_s": 0.1, "publish_s": 0.5}
+    traffic = {"t": 0, "source": "t1-00000000", "since": 0, "trainer": True}
     commit = {"t": 0, "replica": "r", "digest": "b" * 16, "fetch_s": 0, "stage_s": 0, "commit_ms": 1}
     return [
         SyncEvent(version=0, payload_bytes=200, changed=0, **sync),
+        TrafficEvent(**traffic, version=0, sent={"anchors": 200, "log": 5}),
         SyncEvent(version=1, payload_bytes=10, changed=4, **sync),
+        TrafficEvent(**traffic, version=1, sent={"anchors": 200, "log": 20, "deltas": 10}),
         *(StepEvent(t=0, step=i, reward=i / 10, metrics={}) for i in range(20)),
         CommitEvent(version=1, lag_s=0.7, pause_ms=20, **commit),
         ReplicaEvent(t=0, replica="http://r", state="removed", version=None, digest=None),
@@ -239,7 +250,9 @@ def test_the_summary_holds_what_the_log_says():
     wanted |= {"payload_bytes": 10, "changed": 0.04, "pause_ms": 20, "lag_s": 0.7, "publish_s": 0.5}
     assert summary.items() >= wanted.items()
     text = table(summary)
-    assert "1/20 of a full sync" in text
+    assert summary["traffic"]["sent"] == {"deltas": 10, "log": 15}
+    assert "25 B, 1/8 of a full sync (mean); the delta 10 B" in text
+    assert re.search(r"^  all +25 B +25 B +0 ", text, re.MULTILINE)
     assert "250 s; ended by its time limit" in text
 
 

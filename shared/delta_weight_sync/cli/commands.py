@@ -27,9 +27,11 @@ from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, p
 from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader, manifests_of, open_run, runs_in
 from delta_weight_sync.records import Keys, Manifest
+from delta_weight_sync.runlog import RunLogReader, SyncEvent, TrafficEvent
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, make_keys
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.traffic import TrafficSum
 from delta_weight_sync.util import size_text
 
 Arguments = argparse.Namespace
@@ -60,6 +62,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         add("--version", type=int, metavar="N", help="number of the version (default: the newest)")
     if name == "log":
         add("-n", "--last", type=int, metavar="N", help="list only the newest N versions")
+        add("--bytes", action="store_true", help="print what the run has sent and requested, by kind")
     elif name == "checkout":
         add("--out", type=Path, metavar="DIR", required=True, help="folder to write; it must be empty or new")
         add("--force", action="store_true", help="write to DIR even if it holds files")
@@ -158,6 +161,12 @@ def _runs(arguments: Arguments) -> None:
 
 
 def _log(arguments: Arguments) -> None:
+    """With --bytes, list instead what trainers have sent and replicas have received after version 0, and how
+    many requests that took, as the run's log says. A headline sums up what a version takes.
+    """
+    if arguments.bytes:
+        _print_traffic(_opened(arguments), arguments.json)
+        return
     reader, anchors = _opened(arguments), set[int]()
     manifest = reader.manifest()  # the others are read one by one, because all of them could fill the memory
 
@@ -187,6 +196,29 @@ def _log(arguments: Arguments) -> None:
     _print(columns, rows(), arguments.json)
     if not (arguments.json or arguments.last):
         _print_deleted(manifest)
+
+
+def _print_traffic(reader: RunReader, as_json: bool) -> None:
+    programs = TrafficSum()
+    versions = 0
+    newest = 0
+    full_bytes = 0
+    for event in RunLogReader(reader.bucket, reader.keys.run).poll():
+        if isinstance(event, TrafficEvent):
+            programs.add(event)
+        elif isinstance(event, SyncEvent):
+            full_bytes = event.full_bytes
+            versions += event.version != newest
+            newest = event.version
+    traffic = programs.total()
+    if as_json:
+        print(json.dumps({"versions": versions, "full_bytes": full_bytes, **traffic.as_dict()}))
+        return
+    each = traffic.sync_bytes / versions if versions else 0.0
+    print("\n".join(traffic.table(versions)))
+    if each:
+        times = f"{full_bytes / each:.3g} times less than all weights"
+        print(f"a version takes {size_text(each)} on average, without states: {times}")
 
 
 def _show(arguments: Arguments) -> None:

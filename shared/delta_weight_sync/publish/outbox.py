@@ -407,9 +407,7 @@ class Outbox:
         files = self._copied()
         if files is None:
             files = self._writer.put_weights(version, sorted(self.shortcuts.path.iterdir()))
-        stored: list[tuple[list[FileRef], Counts]] = self._peers.exchange(
-            (files, self._writer.bucket.ledger.counts())
-        )
+        stored: list[tuple[list[FileRef], Counts]] = self._peers.exchange((files, self._counts()))
         manifest = None
         if isinstance(self._writer, RunWriter):
             anchor = AnchorRef(version=version, files=tuple(file for part, _ in stored for file in part))
@@ -467,8 +465,7 @@ class Outbox:
         some = changed or self._peers.main  # only rank 0 stores an empty part
         part = self._until_stored(version, put, put) if some else None
         lacks = bool(some) and part is None  # this outbox was closed before its part was stored
-        counts = self._writer.bucket.ledger.counts()
-        stored = self._thread_peers.exchange((part, lacks, self._writer.receipts, counts))
+        stored = self._thread_peers.exchange((part, lacks, self._writer.receipts, self._counts()))
         news: tuple[Manifest, bool] | None = None
         if isinstance(writer, RunWriter) and not any(lacking for _, lacking, *_ in stored):
             delta = [part for part, *_ in stored if part]
@@ -559,9 +556,15 @@ class Outbox:
             if manifest.digest == self._pinned[0]:
                 self._pinned = manifest.digest, self._pinned[1] or manifest
 
+    def _counts(self) -> Counts:
+        """What this rank has sent and requested so far."""
+        with self._guard:
+            return self._writer.bucket.ledger.counts()
+        return {}
+
     def _log_traffic(self) -> None:
         """Log what all ranks have sent and requested."""
-        counts = merged(self._writer.bucket.ledger.counts(), *self._others)
+        counts = merged(self._counts(), *self._others)
         source = str(self._writer.writer)
         self._log_event(traffic_event(counts, source, self._since, trainer=True, version=self.version))
 

@@ -377,8 +377,11 @@ class Publisher:
         return found
 
     def close(self) -> None:
-        """Stop; syncs that were not flushed may be lost. Raises `BucketError` if writing the log failed, and
-        `TimeoutError` if the upload of a state takes too long."""
+        """Stop; syncs that were not flushed may be lost.
+
+        Raises:
+            TimeoutError: The upload of a state takes too long.
+        """
         self._resources.close()
         self._saver.wait(_TIMEOUT_S)
 

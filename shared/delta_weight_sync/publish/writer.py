@@ -39,7 +39,7 @@ from delta_weight_sync.signing import Kind, writer_keys
 from delta_weight_sync.store import Bucket, ObjectInfo, Objects, file_sha256
 from delta_weight_sync.util import Guard
 
-_EVERY = 16  # versions between two listings of the run
+_EVERY = 16  # versions between two looks for damage
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -111,7 +111,7 @@ class RunWriter(PartWriter):
         self._considered = 0  # length of `_jumps` when `_decided` was made
         self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was last found intact
         self._intact = 0  # the last version whose files were all found as published
-        self._damaged = False  # whether the last listing found damage that no anchor has repaired
+        self._damaged = False  # whether the last look found damage that no anchor has repaired
         self._started = time.time()
         self.on_version: Callable[[Manifest], object] | None = None  # called after each published version
         self._user_guard = Guard("the function `on_version`")
@@ -163,18 +163,18 @@ class RunWriter(PartWriter):
     def look_for_damage(self) -> None:
         """Find out whether a file of the newest version is missing or has changed, so that an anchor is due.
 
-        The run is listed every `_EVERY` versions, or at each call while there is damage. A listing has the
-        sizes and etags of files. This writer knows the right etag of a file only after a listing without
-        damage that has the file. Until then, it also reads and hashes the file if it is one of the
-        checkpoint's small files. It reads no weights and deltas here.
+        The store is asked for the sizes and etags of these files every `_EVERY` versions, or at each call
+        while there is damage. This writer knows the right etag of a file only after a look that found the
+        file and no damage. Until then, it also reads and hashes the file if it is one of the checkpoint's
+        small files. It reads no weights and deltas here.
         """
         newest = self.newest
         if newest is None or self._new_anchor or self.ordered or newest.version < self._intact + _EVERY:
             return
-        there = {info.key: info for info in self.bucket.list(self.keys.folder)}
         files = newest.recipe().files
         if not self.assets:  # without the base model, small files cannot be stored again
             files = tuple(file for file in files if file.name.endswith(".safetensors"))
+        there = self.bucket.stat_all([file.key for file in files])
         listed = {file.key: there.get(file.key) for file in files}
         self._damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
         if not self._damaged:
