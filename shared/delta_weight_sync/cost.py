@@ -26,7 +26,8 @@ import numpy as np
 
 from delta_weight_sync import util
 from delta_weight_sync.reader import SIDE_BY_SIDE
-from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, MAX_PARTS, POLL_S, STRIDES
+from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, MAX_PARTS, POLL_S, STRIDES, WINDOW
+from delta_weight_sync.runlog import LOG_SHARE, SEGMENT, VERSION_BYTES
 from delta_weight_sync.store import DIRECT, SMALL
 from delta_weight_sync.store.notifications import SAFETY_S
 
@@ -119,6 +120,10 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that
 # request after another. A reader polls HEAD, then reads all small objects in parallel.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 PUBLISHING_PART: Final = {"all": 4, "api": 0, "files": 0}  # by each of several ranks, before rank 0 publishes
+# An upload beside a version: of a jump, or of a segment of the log. The log itself travels with versions.
+UPLOADING: Final = {"all": 5, "api": 1, "files": 0}
+# Other requests of a publisher, per version: the look for damage, and the deletion of what is in a segment.
+LOOKING: Final = 1 / 16 + 1 / SEGMENT
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_PART: Final = {"all": 2, "api": 0, "files": 1}  # for each further part, in parallel with the first
 TAKING_LARGE_PART: Final = {"all": 2, "api": 0, "files": 0}  # for each further part of more than DIRECT bytes
@@ -131,6 +136,23 @@ WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five m
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
 API_ALLOWED: Final = "free 1,000, PRO 2,500, Team 3,000"
 _HOUR_S: Final = 3600.0
+
+
+HEAD_BYTES: Final = 640  # of a signed HEAD
+# Compressed, of an event with 16 rollouts of 16 turns, the most that an event holds.
+_LARGEST_LOG: Final = 150e3
+
+
+def manifest_bytes(parts: int) -> int:
+    """Size of a manifest late in a run whose deltas and anchors have `parts` files."""
+    entry = 90 + (11 * parts if parts > 1 else 0)
+    small_files = 5  # config, tokenizer
+    return 700 + (WINDOW + WINDOW // STRIDES[0] + 1) * entry + (parts + small_files) * 110
+
+
+def log_bytes(delta: float) -> float:
+    """The bytes of log that a version takes at most, with a delta of `delta` bytes."""
+    return min(max(delta / LOG_SHARE, VERSION_BYTES), _LARGEST_LOG)
 
 
 def distance_bits(share: float) -> float:
@@ -250,7 +272,11 @@ class Plan:
         self.hand_over_to_serving_s = published_s + self.notification_s + taken_s
 
         # Versions per hour.
-        stored = self.delta + files.jumps + self.full / self.anchor_every  # bytes per version, on average
+        self.manifest = manifest_bytes(parts) + HEAD_BYTES
+        self.log = log_bytes(self.delta)
+        # Bytes per version, on average.
+        self.sync_bytes = self.delta + self.manifest + self.log + files.jumps + self.full / self.anchor_every
+        stored = self.sync_bytes
         self.anchor_s, self.link_versions_hour = self.full / links, _HOUR_S * links / stored
         self.publisher_versions_hour = min(_HOUR_S / (self.encode_s + self.upload_s), self.link_versions_hour)
         self.replica_versions_hour = _HOUR_S / (POLL_S + taken_s)
@@ -278,7 +304,8 @@ class Plan:
         self.state = STATE_BYTES[asked.trainer] * params
         self.copy_state_s = COPY_STATE_S * self.state / ranks
         self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * links / 10)
-        self.stored_hour, self.egress_hour = self.published_hour * stored, fetched_hour * self.delta
+        self.stored_hour = self.published_hour * stored
+        self.egress_hour = fetched_hour * (self.delta + self.manifest)
         # A mirror has bf16 copies of the tensors that a rank owns, and of its blocks of other ranks' tensors.
         self.mirror = self.full / parts + self.full / ranks * (1 - 1 / parts)
 
@@ -289,7 +316,7 @@ class Plan:
         self.taken_requests = taken_requests("all", further)
 
         def requests(kind: str, more: int) -> float:
-            made = PUBLISHING[kind] + (parts if parts > 1 else 0) * PUBLISHING_PART[kind]
+            made = self.publishing(kind)
             per_hour = self.published_hour * made + fetched_hour * taken_requests(kind, more)
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
@@ -306,6 +333,13 @@ class Plan:
         load_s = self.full / link + LOAD.seconds(params)
         self.full_s = publish_s + self.notification_s + load_s
         self.full_versions_hour = _HOUR_S / max(publish_s, POLL_S + load_s)
+
+    def publishing(self, kind: str) -> float:
+        """Requests of all ranks per version, on average: "all", "api" or "files"."""
+        parts = min(self.trainer_ranks, MAX_PARTS)
+        made: float = PUBLISHING[kind] + (parts if parts > 1 else 0) * PUBLISHING_PART[kind]
+        made += UPLOADING[kind] * (parts * sum(1 / stride for stride in STRIDES) + 1 / SEGMENT)
+        return made + (LOOKING if kind != "files" else 0.0)
 
 
 def diff_s(params: float, changes: float, trainer: Trainer, ranks: int, threads: int, link: float) -> float:

@@ -50,9 +50,9 @@ SEGMENT: Final = 128  # flushes of a segment
 SEGMENT_BYTES: Final = 4 << 20  # bytes of a flush or segment before compression, unless one event has more
 LINE: Final = 1 << 20  # max bytes of an event
 METRICS: Final = 256  # max metrics of a step
-# A version pays for as many bytes of log as a tenth of its delta has, but at least for this many.
+# A version pays for a tenth of its delta's bytes of log, but at least for these.
+LOG_SHARE: Final = 10
 VERSION_BYTES: Final = 2048
-_SHARE: Final = 10
 _SAVED: Final = 32  # unused bytes are saved up, but at most those of this many versions
 _TWICE: Final = 2  # each flush is written again in its segment, which usually takes fewer bytes
 _FLUSH_END: Final = b"\n\n"  # between the flushes of a segment
@@ -214,7 +214,7 @@ class RunLogWriter:
         """Record one event without waiting. Never raises: a fault is logged, and the event is left out."""
         with self._guard:
             if isinstance(event, SyncEvent):
-                paid = max(event.payload_bytes / _SHARE, VERSION_BYTES)
+                paid = max(event.payload_bytes / LOG_SHARE, VERSION_BYTES)
                 self._allowance = min(self._allowance + paid, _SAVED * paid)
             if isinstance(event, StepEvent) and event.rollouts:
                 event = self._affordable(event)

@@ -15,20 +15,25 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from bench import results
-from delta_weight_sync import codec, cost, store
+from delta_weight_sync import Publisher, codec, cost, store
 from delta_weight_sync.cost import Plan, Question, RunFiles
 from delta_weight_sync.errors import ObjectMissingError, ProtocolError
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, AnchorRef, DeltaRef, FileRef
+from delta_weight_sync.runlog import StepEvent
 from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store.ledger import total
 from delta_weight_sync.watch import Watcher
 from tests.cli.command import command
 from tests.support.hubsim import HubSim
 from tests.support.parted import parted
 from tests.support.real_run import RUN, Drifting
+from tests.support.waiting import PATIENCE_S
 
 MEASURED = results.read()
 TRAINERS = {"fp32 master, late": "fp32", "fp32 master, from bf16": "fp32-start", "bf16 weights": "bf16"}
@@ -128,6 +133,40 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
         assert counted(hub, watcher.poll) == POLL
         watcher._notifications.for_safety = True
         assert counted(hub, watcher.poll) == {"all": 2, "api": 1, "files": 1}, "a safety poll"
+
+
+def test_a_long_run_takes_at_most_seven_requests_a_version_log_jumps_and_anchors_included(
+    hub, hub_env, tmp_path
+):
+    """The trainer's ledger counts those to the Hub as the Hub does, and a manifest has the predicted size."""
+    versions = 134
+    chance = torch.Generator().manual_seed(0)
+    weights = 0.02 * torch.randn(60_000, generator=chance)
+    (tmp_path / "base").mkdir()
+    save_file({"w": weights.bfloat16()}, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text("{}")
+    with Publisher(f"hf://buckets/team/{uuid4().hex}#run", tmp_path / "base") as publisher:
+        publisher.publish({"w": weights})
+        publisher.flush()
+        ledger = publisher.reader.bucket.ledger
+        before = total(ledger.counts()).requests
+
+        def publish() -> None:
+            for version in range(1, versions + 1):
+                weights.add_(2e-6 * torch.randn(60_000, generator=chance))
+                metrics = {f"metric/{name}": version / (name + 1) for name in range(25)}
+                publisher.log.append(StepEvent(t=version, step=version, reward=0.5, metrics=metrics))
+                publisher.publish({"w": weights})
+                newest = publisher.flush()
+                assert publisher._outbox.shortcuts.idle(PATIENCE_S)
+            assert len(newest.to_bytes()) == pytest.approx(cost.manifest_bytes(1), rel=0.15)
+
+        made = counted(hub, publish)
+        asked = total(ledger.counts()).requests - before
+    assert made["all"] <= 7 * versions
+    plan = Plan(Question(params=10**8, share=0.01, replicas=1, link=1e8))
+    assert made["all"] == pytest.approx(versions * plan.publishing("all"), rel=0.05)
+    assert asked == pytest.approx(made["api"] + made["files"], abs=2)
 
 
 def test_requests_per_version_of_several_ranks(hub, hub_env, tmp_path):
@@ -252,7 +291,8 @@ def test_a_sync_is_the_sum_of_its_parts_and_the_slower_side_sets_the_pace():
     assert plan.fetch_s == pytest.approx(plan.delta / 1e8 + 5 * 0.1), "of more than 8 MB"
     assert plan.hand_over_to_serving_s > plan.diff_s + plan.encode_s + plan.upload_s + plan.fetch_s
     assert plan.published_hour == min(plan.publisher_versions_hour, plan.replica_versions_hour)
-    assert plan.egress_hour == pytest.approx(4 * plan.published_hour * plan.delta)
+    assert plan.egress_hour == pytest.approx(4 * plan.published_hour * (plan.delta + plan.manifest))
+    assert plan.sync_bytes > plan.delta + plan.manifest + plan.log + plan.full / plan.anchor_every
     assert plan.full_s > plan.hand_over_to_serving_s
     eight = Plan(Question(params=10**9, share=0.01, replicas=4, link=1e8, cores=8))
     assert eight.encode_s == pytest.approx(plan.encode_s / 4)
@@ -274,7 +314,7 @@ def test_ranks_share_the_work_and_the_links_of_their_machines():
     assert eight.upload_s == pytest.approx(one.upload_s + 4 * 0.1), "one link; parts before the manifest"
     assert many.upload_s == pytest.approx(8 / 64 * many.delta / 1e9 + 10 * 0.1), "eight parts for each link"
     assert many.anchor_s == pytest.approx(one.anchor_s / 8)
-    assert many.link_versions_hour == pytest.approx(8 * one.link_versions_hour)
+    assert many.link_versions_hour == pytest.approx(8 * one.link_versions_hour, rel=1e-4), "but manifests"
     for plan in (one, many):
         assert plan.fetch_s == pytest.approx(plan.delta / 1e9 + 8 * 0.1), "over one link"
     assert (one.join_anchor_s, one.stage_s, one.commit_s) == (many.join_anchor_s, many.stage_s, many.commit_s)
@@ -286,7 +326,9 @@ def test_ranks_share_the_work_and_the_links_of_their_machines():
     assert slow.fetch_s == pytest.approx(3 * 10 + 5 * 10 + slow.delta / 1e9)
     assert many.join_deltas_s == pytest.approx(one.join_deltas_s)
     hour = planned(64, steps_per_hour=12)
-    assert hour.api_requests == pytest.approx(32 * (2 + 5) + 2)
+    # Besides: each rank's jumps, the log's segments, and the look for damage.
+    beside = 64 * (1 / 8 + 1 / 64) + 2 / 128 + 1 / 16
+    assert hour.api_requests == pytest.approx(32 * (2 + 5) + 2 + beside)
     default = Plan(Question(10**12, 0.01, replicas=32, link=1e9))
     assert (default.trainer_ranks, default.replica_workers) == (200, 30), "by memory"
 

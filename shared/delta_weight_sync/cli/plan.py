@@ -10,7 +10,8 @@ from typing import get_args
 
 from delta_weight_sync import cost
 from delta_weight_sync.cost import Plan, Question
-from delta_weight_sync.records import MAX_PARTS, POLL_S, STRIDES
+from delta_weight_sync.records import POLL_S, STRIDES
+from delta_weight_sync.runlog import VERSION_BYTES
 from delta_weight_sync.util import count_text, size_text, time_text
 
 _SCALES = {"%": 1e-2, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -69,17 +70,17 @@ def _positive(text: str) -> int:
 
 def _assumptions(plan: Plan) -> list[str]:
     asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
-    gpu, ranks = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB", plan.trainer_ranks
+    gpu = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB"
     machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
-    parts, taken = min(ranks, MAX_PARTS), plan.taken_requests + cost.POLLS
-    made = cost.PUBLISHING["all"] + (parts if parts > 1 else 0) * cost.PUBLISHING_PART["all"]
+    taken = plan.taken_requests + cost.POLLS
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
 the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight; its ranks: {asked.ranks or gpu}
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight; its workers: {asked.workers or gpu}
 a machine has up to {cost.PER_MACHINE} ranks or workers: {machines}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
-the publisher makes {made} requests per version, {plan.uploads} of them in sequence
+the publisher makes {plan.publishing("all"):.3g} requests per version, {plan.uploads} of them in sequence
+the run's log takes at most a tenth of the deltas' bytes, or {size_text(VERSION_BYTES)} a version
 each replica makes {taken} requests per version, {cost.POLLS} of them to poll; {plan.fetches} are in sequence
 a request takes {time_text(asked.latency)}, and the transfer of its bytes takes time in addition
 request counts assume that the Hub announces versions; times assume that a replica polls every {POLL_S:.0f} s
@@ -99,6 +100,7 @@ private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cos
 
 def _table(plan: Plan) -> str:
     asked, size, time, smaller = plan.question, size_text, time_text, f"{plan.full / plan.delta:.0f}"
+    all_smaller = f"{plan.full / plan.sync_bytes:.0f}"
     threads, workers = _count(plan.threads, "thread"), _count(plan.replica_workers, "worker")
     slow = "replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "publisher sets"
     pace = "every step" if asked.steps_per_hour else f"the {slow} the pace"
@@ -116,7 +118,10 @@ def _table(plan: Plan) -> str:
     links = _count(plan.trainer_machines, "link")
     rows = f"""\
 one sync of {count_text(asked.params)} weights, {100 * asked.share:.3g} % changed, {how}
+sent altogether|{size(plan.sync_bytes)}|1/{all_smaller} of the model: what follows, jumps, anchors
 delta file|{size(plan.delta)}|{plan.per_change:.3f} B per change, 1/{smaller} of the model
+manifest and HEAD|{size(plan.manifest)}|the same at each version of a long run
+log|{size(plan.log)}|at most
 diff|{time(plan.diff_s)}|the trainer waits; {ranks}{", exchange included" * (plan.trainer_ranks > 1)}
 encode|{time(plan.encode_s)}|in the background, {ranks} with {threads} each
 upload|{time(plan.upload_s)}|in the background, over {links}
@@ -151,7 +156,7 @@ a day's bucket, kept for a month|${plan.storage_usd_month:,.2f}|private, on the 
 replicas as Spaces|{spaces}
 
 the same with full checkpoints
-a sync|{size(plan.full)}|{smaller} times as many bytes
+a sync|{size(plan.full)}|{all_smaller} times as many bytes as all of the above
 until it is loaded|{time(plan.full_s)}|loading stops generation
 versions per hour|{_figure(plan.full_versions_hour)}
 
