@@ -2,7 +2,7 @@
 
 Python runs a signal's handler in the main thread, between two steps of Python. While the main thread waits
 in compiled code, such as a request to an S3 store, no handler runs, for minutes if the store is silent. But
-Python writes the signal's number to a file at once, and a thread that reads this file can act.
+Python writes the signal's number to a file immediately, and a thread that reads this file can act.
 """
 
 import atexit
