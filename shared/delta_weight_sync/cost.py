@@ -120,7 +120,7 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that
 # request after another. A reader polls HEAD, then reads all small objects in parallel.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 PUBLISHING_PART: Final = {"all": 4, "api": 0, "files": 0}  # by each of several ranks, before rank 0 publishes
-# An upload in addition to versions: of a jump, or of a segment of the log. The log itself travels with versions.
+# An upload in addition to versions: of a jump, or of a segment of the log. The log travels with versions.
 UPLOADING: Final = {"all": 5, "api": 1, "files": 0}
 # Other requests of a publisher, per version: the look for damage, and the deletion of what is in a segment.
 LOOKING: Final = 1 / 16 + 1 / SEGMENT

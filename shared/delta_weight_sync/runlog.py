@@ -11,13 +11,14 @@ or list that is too long; they skip and count a line that breaks another limit o
 """
 
 import io
+import itertools
 import json
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, Literal
 
@@ -56,6 +57,7 @@ VERSION_BYTES: Final = 2048
 _SAVED: Final = 32  # unused bytes are saved up, but at most those of this many versions
 _TWICE: Final = 2  # each flush is written again in its segment, which usually takes fewer bytes
 _FLUSH_END: Final = b"\n\n"  # between the flushes of a segment
+_WAITING: Final = 16_384  # max events that wait until the store takes them
 _LOOK_BACK: Final = 16  # objects of the log that a new trainer reads to find the newest version's event
 _log = logging.getLogger(__name__)
 
@@ -197,9 +199,12 @@ class RunLogWriter:
         self._bucket, self._keys, self._writer = bucket, Keys(run), writer
         self._every_s = bucket.report_every_s if every_s is None else every_s
         self._guard = Guard("the run's log")
-        self._lines: list[bytes] = []  # events of no flush yet; appending to a list is atomic
-        self._flush: tuple[str, bytes] | None = None  # the flush that is not in the bucket yet: key, content
-        self._flushed: list[bytes] = []  # the lines of that flush
+        self._lines: list[bytes] = []  # events of no flush yet
+        self._adding = threading.Lock()  # held while `_lines` changes
+        self._in_flight: tuple[str, bytes] | None = (
+            None  # the flush that is not in the bucket yet: key, content
+        )
+        self._flushed = b""  # the lines of that flush
         self._next = 0  # number of the next flush
         self._loose: list[bytes] = []  # the flushes of no segment yet, before compression
         self._reserved = 0  # bytes of the budget that are reserved for the segments of these flushes
@@ -221,7 +226,11 @@ class RunLogWriter:
             line = _line(event)
             if len(line) > LINE:
                 raise ValueError(f"an event has {len(line)} bytes, and at most {LINE} are allowed")
-            self._lines.append(line)
+            with self._adding:
+                self._lines.append(line)
+                if len(self._lines) > _WAITING:  # the store has not taken the log for hours
+                    del self._lines[: _WAITING // 2]
+                    _log.warning("run log: dropped the oldest %d events that wait", _WAITING // 2)
 
     def complete(self, newest: Manifest) -> None:
         """Log the newest version if its trainer was stopped before it logged this version."""
@@ -242,7 +251,7 @@ class RunLogWriter:
         try:
             with self._guard:
                 self._seal()
-            yield (self._flush,) if self._flush else ()
+            yield (self._in_flight,) if self._in_flight else ()
             self._stored()
         except BucketError:
             self._rides = False
@@ -264,9 +273,9 @@ class RunLogWriter:
         with self._uploading:
             while True:
                 self._seal()
-                if self._flush is None:
+                if self._in_flight is None:
                     break
-                self._bucket.put(*self._flush)
+                self._bucket.put(*self._in_flight)
                 self._stored()
         self._rides = True
 
@@ -281,43 +290,35 @@ class RunLogWriter:
 
     def _seal(self) -> None:
         """Make a flush of the waiting events, if there are any and the flush before it is stored."""
-        if self._flush is not None or not self._lines:
+        if self._in_flight is not None or not self._lines:
             return
-        known = self._lines[:]  # other threads append meanwhile
-        size = 0
-        count = 0
-        while count < len(known) and (size + len(known[count]) < SEGMENT_BYTES or not count):
-            size += len(known[count]) + 1
-            count += 1
-        content = b"\n".join(known[:count])
-        data = _compressed(content)
+        with self._adding:
+            count = _fitting(self._lines)
+            content = b"\n".join(self._lines[:count])
+            data = _compressed(content)
+            del self._lines[:count]
         self._allowance -= len(data) * _TWICE
         self._reserved += len(data)
-        self._flush = self._keys.log_part(LogKey(self._writer, self._next, self._next)), data
-        self._flushed = known[:count]
-        del self._lines[:count]
+        self._in_flight = self._keys.log_part(LogKey(self._writer, self._next, self._next)), data
+        self._flushed = content
 
     def _stored(self) -> None:
-        if self._flush is not None:
-            self._loose.append(b"\n".join(self._flushed))
+        if self._in_flight is not None:
+            self._loose.append(self._flushed)
             del self._loose[: -4 * SEGMENT]  # if the store refuses segments, old flushes stay as they are
-            self._flush = None
+            self._in_flight = None
             self._next += 1
             self._flushed_at = time.monotonic()
 
     def _compact(self, least: int = SEGMENT) -> None:
-        """Store `least` or more loose flushes as segments, usually as one, and then
-        delete them. Readers accept both at the same time."""
+        """Store `least` or more loose flushes as segments, usually as one, and delete them. Readers accept
+        both at the same time."""
         loose = self._loose[:]
         if len(loose) < least and sum(map(len, loose)) < SEGMENT_BYTES:
             return
         first = self._next - len(loose)
         while loose:
-            size = 0
-            count = 0
-            while count < len(loose) and (size + len(loose[count]) < SEGMENT_BYTES or not count):
-                size += len(loose[count]) + len(_FLUSH_END)
-                count += 1
+            count = _fitting(loose)
             if count > 1:
                 part = LogKey(self._writer, first, first + count - 1)
                 segment = _compressed(_FLUSH_END.join(loose[:count]))
@@ -469,6 +470,12 @@ def _has_version(bucket: Bucket, keys: Keys, version: int) -> bool:
             if isinstance(event, SyncEvent) and event.version >= version:
                 return True
     return False
+
+
+def _fitting(pieces: Sequence[bytes]) -> int:
+    """How many of the first pieces fit into `SEGMENT_BYTES`, but at least one."""
+    sizes = itertools.accumulate(len(piece) + len(_FLUSH_END) for piece in pieces)
+    return max(1, sum(size <= SEGMENT_BYTES for size in sizes))
 
 
 def _line(event: Event) -> bytes:
