@@ -58,14 +58,21 @@ def process_now() -> tuple[float, int, int]:
     return pages * os.sysconf("SC_PAGESIZE") / 1e6, files, threading.active_count()
 
 
+# A process of its own, because a child's peak begins with the memory of the process that started it.
+MEASURE = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
 def peak_mb(*words: object) -> float:
     """Peak memory of a command in MB, which must succeed."""
     command = [sys.executable, "-m", "delta_weight_sync", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return usage.ru_maxrss / 1e3
+    measured = subprocess.run(
+        [sys.executable, "-S", "-c", MEASURE, *command], check=True, capture_output=True
+    )
+    return int(measured.stdout) / 1e3
 
 
 class Loop:

@@ -35,7 +35,7 @@ def unsigned(record: Sealed) -> Sealed:
 
 def renewed(record: Sealed, **changes: object) -> Sealed:
     """The record with other content, a fitting seal, and the signature that it had."""
-    return type(record)(**{**record.model_dump(exclude={"seal"}), **changes})
+    return type(record)(**{**dict(record), "seal": "", **changes})
 
 
 SIGNERS: dict[str, Signs] = {"unsigned": unsigned, "old signature": renewed, "other key": THEIRS.sign}
@@ -73,9 +73,10 @@ class Thief:
     def version(self, sign: Signs, writer: Writer) -> Head:
         """Puts a next version: the manifest of the newest one with other weights, and HEAD's words for it."""
         newest = self.manifest(NEWEST)
-        fields = newest.model_dump(exclude={"seal", "version", "parent"})
+        fields = dict(newest) | {"seal": ""}
         fields |= {"version": NEWEST + 1, "parent": reference(self.key_of(newest), newest)}
-        delta = {**newest.deltas[-1].model_dump(), "base": NEWEST, "version": NEWEST + 1}
+        versions = {"base": NEWEST, "version": NEWEST + 1, "key": self.keys.delta(NEWEST + 1, writer)}
+        delta = newest.deltas[-1].model_copy(update=versions)
         fields |= {"deltas": (*newest.deltas, delta), "writer_term": writer.term, "writer": writer.id}
         manifest = sign(Manifest(**fields))
         ref = self.put(self.keys.manifest(NEWEST + 1, writer), manifest)
@@ -222,7 +223,7 @@ def claim(thief: Thief, sign: Signs) -> None:
     thief.bucket.put(place, template)
     files = (*newest.anchor.files, file_ref(place, template))
     anchor = newest.anchor.model_copy(update={"files": files})
-    fields = {"anchor": anchor.model_dump(), "writer_term": CLAIM.term, "writer": CLAIM.id}
+    fields = {"anchor": anchor, "writer_term": CLAIM.term, "writer": CLAIM.id}
     manifest = sign(renewed(newest, **fields))
     ref = thief.put(thief.keys.manifest(NEWEST, CLAIM), manifest)
     head = Head.model_validate_json(thief.bucket.get(thief.head))

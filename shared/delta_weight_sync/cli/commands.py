@@ -268,7 +268,7 @@ def _verify(arguments: Arguments) -> None:
             print(json.dumps(facts) if arguments.json else text, flush=True)
     if not arguments.json:
         _print_deleted(oldest)
-        print(f"all {len(found.refs) + 1} versions verified")
+        print(f"all {len(found)} versions verified")
 
 
 def _checkout(arguments: Arguments) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.reader import RunReader, require_digest
-from delta_weight_sync.records import DeltaRef, FileRef, Manifest
+from delta_weight_sync.records import DeltaRef, FileRef, Manifest, parse
 from delta_weight_sync.scratch import Scratch
 
 
@@ -17,51 +17,65 @@ class Versions:
     Attributes:
         newest: The manifest of the newest version.
         oldest: The manifest of the oldest version that was not deleted.
-        refs: References to the manifests of all versions but the newest, from new to old.
-        anchors: Version of an anchor -> position in `refs` of the newest manifest that names it; -1 for the
-            newest manifest.
-        jumps: Base and version of each jump to check -> its parts by key.
+        anchors: Version of an anchor -> position of the newest manifest that names it.
+        jumps: Base of each jump to check -> the versions to which jumps lead from there, and for each of them
+            the position of a manifest that names the jump.
     """
 
     def __init__(self, reader: RunReader) -> None:
-        self._reader, self.refs = reader, list[FileRef]()
-        self._positions: dict[int, int] = {}  # version -> position in `refs`
+        self._reader = reader
+        # References to the manifests of all versions but the newest, from new to old, as JSON: a tenth of the
+        # memory of the objects. A position is an index in this list; -1 is the newest manifest.
+        self._refs: list[bytes] = []
+        self._positions: dict[int, int] = {}  # by version
         self.anchors: dict[int, int] = {}
-        self.jumps: dict[tuple[int, int], dict[str, DeltaRef]] = {}
+        self.jumps: dict[int, dict[int, int]] = {}
         newer: Manifest | None = None
         for manifest in reader.versions():
             if newer is None:
                 self.newest = manifest
-                self._add_jumps(manifest.jumps)
+                self._add_jumps(manifest.jumps, -1)
             elif newer.parent:
-                self.refs.append(newer.parent)
-            position = len(self.refs) - 1
+                self._refs.append(newer.parent.to_bytes())
+            position = len(self._refs) - 1
             self._positions.setdefault(manifest.version, position)
             self.anchors.setdefault(manifest.anchor.version, position)
-            self._add_jumps(manifest.recipe().deltas)
+            self._add_jumps(manifest.recipe().deltas, position)
             newer = manifest
         assert newer is not None, "the run has a version"
         self.oldest = newer
 
-    def _add_jumps(self, deltas: Iterable[DeltaRef]) -> None:
+    def _add_jumps(self, deltas: Iterable[DeltaRef], position: int) -> None:
         for part in deltas:
             if part.version - part.base > 1:
-                self.jumps.setdefault((part.base, part.version), {}).setdefault(part.key, part)
+                self.jumps.setdefault(part.base, {}).setdefault(part.version, position)
 
     def at(self, position: int) -> Manifest:
-        """The manifest at a position in `refs`, or the newest manifest for -1."""
-        return self.newest if position < 0 else self._reader.read(Manifest, self.refs[position])
+        """The manifest at a position."""
+        if position < 0:
+            return self.newest
+        return self._reader.read(Manifest, parse(FileRef, self._refs[position], "a reference"))
 
-    def target(self, base: int, version: int) -> Manifest:
+    def jumps_from(self, base: int) -> Iterator[tuple[Manifest, list[DeltaRef]]]:
+        """The jumps from a version: the manifest to which each leads, and its parts."""
+        for version, position in self.jumps.get(base, {}).items():
+            named = self.at(position).jumps
+            parts = [part for part in named if (part.base, part.version) == (base, version)]
+            yield self._target(base, version), parts
+
+    def _target(self, base: int, version: int) -> Manifest:
         """The manifest of the version to which a jump leads. Raises `ProtocolError` if the run lacks it."""
         if (position := self._positions.get(version)) is None:
             jump = f"a manifest names a jump from version {base} to {version}, which the run does not have"
             raise ProtocolError(f"{jump}; the run is damaged: resume from an earlier version")
         return self.at(position)
 
+    def __len__(self) -> int:
+        return len(self._refs) + 1
+
     def __iter__(self) -> Iterator[Manifest]:
         """The manifests, from old to new."""
-        return map(self.at, range(len(self.refs) - 1, -2, -1))
+        return map(self.at, range(len(self._refs) - 1, -2, -1))
 
 
 def verified(reader: RunReader, found: Versions, folder: Path) -> Iterator[Manifest]:
@@ -84,12 +98,10 @@ def verified(reader: RunReader, found: Versions, folder: Path) -> Iterator[Manif
             anchor = found.at(naming).anchor
             with Scratch() as other:
                 reader.checkout(manifest.model_copy(update={"anchor": anchor}), other)
-        for (base, version), parts in found.jumps.items():
-            if base == manifest.version:
-                target = found.target(base, version)
-                copy = {name: bits.copy() for name, bits in state.items()}
-                reader.apply(copy, parts.values(), folder)
-                require_digest(copy, target)
+        for target, parts in found.jumps_from(manifest.version):
+            copy = {name: bits.copy() for name, bits in state.items()}
+            reader.apply(copy, parts, folder)
+            require_digest(copy, target)
         yield manifest
     state.clear()
     reader.checkout(found.newest, folder)

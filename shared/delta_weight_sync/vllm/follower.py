@@ -16,7 +16,14 @@ from pathlib import Path
 from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef, Manifest
-from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport, traffic_event
+from delta_weight_sync.runlog import (
+    CommitEvent,
+    ReplicaEvent,
+    ReplicaReport,
+    TrafficEvent,
+    traffic_event,
+)
+from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm.disk import Dtypes, Layout, Shapes
 from delta_weight_sync.vllm.engine import Engine, TokenVersion
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
@@ -72,6 +79,7 @@ class Follower:
         self._name, self._state, self._logged = name, "starting", ""  # `_logged`: the last logged problem
         self._error: str | None = None
         self._since = time.time()
+        self._counting = Guard("the count of bytes and requests")
         self._next_line = 0.0  # when a served version is logged again
         self._signed_by: str | None = None  # the key that signed the served version
         self._commits = deque[CommitEvent](maxlen=256)
@@ -118,7 +126,9 @@ class Follower:
         )
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
         notice, engine = self.commands.describe() or self._watcher.describe(), self._engine.describe()
-        traffic = traffic_event(self._reader.bucket.ledger.counts(), self._name, self._since)
+        traffic: TrafficEvent | None = None
+        with self._counting:
+            traffic = traffic_event(self._reader.bucket.ledger.counts(), self._name, self._since)
         return ReplicaReport(status=status, commits=commits, notice=notice, engine=engine, traffic=traffic)
 
     def explain(self, error: Exception | None) -> str:
