@@ -72,6 +72,9 @@ class FollowedVersions(
     def __init__(self, versions: Generator[FollowedVersion, None, None], stopped: threading.Event) -> None:
         self._versions, self._stopped, self._next_lock = versions, stopped, threading.RLock()
 
+    def __repr__(self) -> str:
+        return f"<versions of a run, {'stopped' if self._stopped.is_set() else 'as they come'}>"
+
     def __next__(self) -> FollowedVersion:
         with self._next_lock:
             return next(self._versions)

@@ -6,7 +6,7 @@ known. Each class has a `kind`, a short, stable name that crosses process bounda
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 __all__ = [
     "AccessDeniedError",
@@ -59,6 +59,9 @@ class SettingsError(ConfigError):
         super().__init__("correct these variables: " + "; ".join(f"{k}: {v}" for k, v in problems.items()))
         self.problems = dict(problems)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
+
 
 class KeyFormatError(ConfigError):
     """A signing or public key cannot be used, or its file exists already; the message quotes no secret."""
@@ -75,6 +78,10 @@ class MissingExtraError(ConfigError, ImportError):
         super().__init__(
             f"{what} needs {error.name}, which is missing: run `pip install '.[{extra}]'` in the checkout"
         )
+        self._made_of = what, extra, error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._made_of
 
 
 class CheckpointError(DeltaWeightSyncError, FileNotFoundError, kind="checkpoint"):

@@ -105,6 +105,9 @@ class RunReader:
         self._pool = ThreadPoolExecutor(SIDE_BY_SIDE, "fetch-ahead")
         self.place = f"run {run!r} in {bucket.url}"  # for messages
 
+    def __repr__(self) -> str:
+        return f"<RunReader of {self.bucket.url}#{self.keys.run}>"
+
     def newest(self) -> Manifest | None:
         """The newest version's manifest, or None before the first version."""
         head = self.head()

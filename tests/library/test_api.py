@@ -1,13 +1,18 @@
 """The public names of the library, how it writes times, and what an installation without an extra says."""
 
+import inspect
+import pickle
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import delta_weight_sync
+from delta_weight_sync import errors
 from delta_weight_sync.util import time_text
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +34,49 @@ def test_every_error_has_the_root_a_builtin_and_a_kind():
             assert issubclass(error, builtins)
     assert delta_weight_sync.ObjectMissingError("x").kind == "object-missing"
     assert delta_weight_sync.FolderError("x").kind == "config", "its base's"
+
+
+def test_every_error_survives_a_process_boundary():
+    """In a pool of workers, an error that cannot be loaded hides its cause."""
+    missing = delta_weight_sync.MissingExtraError(
+        "x", "s3", ModuleNotFoundError("no obstore", name="obstore")
+    )
+    made = [
+        missing,
+        errors.SettingsError({"REPLICA_BUCKET": "name a bucket"}),
+        errors.EngineError("vLLM refused", "route"),
+    ]
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    made += [kind("a sentence") for kind in kinds if kind not in {type(error) for error in made}]
+    for error in made:
+        same = pickle.loads(pickle.dumps(error))
+        assert (type(same), str(same), same.kind) == (type(error), str(error), error.kind)
+    assert pickle.loads(pickle.dumps(made[1])).problems == {"REPLICA_BUCKET": "name a bucket"}
+
+
+def test_an_editor_can_complete_the_arguments_of_publisher_and_transfer():
+    names = [*inspect.signature(delta_weight_sync.Publisher).parameters]
+    assert names[:3] == ["url", "base", "encoding"]
+    assert "options" not in names
+    transfer = inspect.signature(delta_weight_sync.BucketWeightTransfer).parameters
+    left_out = {"state_minutes", "peers"}  # TRL saves its own checkpoints, and gathers the weights itself
+    assert {*names} - {*transfer} == left_out
+    for name in {*names} & {*transfer}:
+        default = inspect.signature(delta_weight_sync.Publisher).parameters[name].default
+        assert transfer[name].default == default, name
+
+
+def test_what_one_holds_in_a_notebook_says_what_it_is(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    save_file({"w": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "base" / "model.safetensors")
+    url = f"{(tmp_path / 'bucket').as_uri()}#first"
+    with delta_weight_sync.Publisher(url, tmp_path / "base") as publisher:
+        assert repr(publisher) == f"<Publisher of {url}: no version yet, sync 0>"
+        publisher.publish({"w": torch.ones(3)})
+        assert repr(publisher) == f"<Publisher of {url}: version 0, sync 1>"
+    assert repr(delta_weight_sync.open_run(url)) == f"<RunReader of {url}>"
+    assert repr(delta_weight_sync.open_run(url).bucket) == f"<FileBucket {url.partition('#')[0]}>"
 
 
 def test_naming_the_package_loads_neither_torch_nor_a_backend():

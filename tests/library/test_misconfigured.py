@@ -60,7 +60,7 @@ CASES: dict[str, Callable[[str, Path, pytest.MonkeyPatch], object]] = {
     "3": lambda u, t, m: publish(f"{u}#new", base=t / "nothing"),
     "4": lambda u, t, m: publish(f"{u}#new", encoding="tiny"),
     "5": lambda u, t, m: publish(f"{u}#new", keep="much"),
-    "6": lambda u, t, m: publish(f"{u}#new", sign="yes"),
+    "6": lambda u, t, m: publish(f"{u}#new", mirror="gpu"),
     "7": lambda u, t, m: publish(f"{u}#new", signing_key="secret"),
     "8": lambda u, t, m: (m.setenv(PUBLIC_KEY, new_pair()[PUBLIC_KEY]), publish(f"{u}#new")),
     "9": lambda u, t, m: publish(f"{u}#new", PEFT.items()),

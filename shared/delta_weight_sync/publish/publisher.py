@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -36,7 +36,7 @@ from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import SIGNING_KEY, writer_keys
 from delta_weight_sync.store import open_bucket
 
-__all__ = ["Publisher", "PublisherOptions", "checkpoint_weights"]
+__all__ = ["Publisher", "checkpoint_weights"]
 DEFAULT_RUN = "main"
 Model = torch.nn.Module | Weights | Mapping[str, torch.Tensor]
 _TIMEOUT_S = 600.0
@@ -44,19 +44,6 @@ _TIMEOUT_S = 600.0
 _WRAPPER = "_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
 _PREFIX = re.compile(rf"^(?:(?:module|{_WRAPPER})\.)+|(?<=\.)(?:{_WRAPPER})\.")
 _log = logging.getLogger("delta_weight_sync")
-
-
-class PublisherOptions(TypedDict, total=False):
-    """The optional arguments of `Publisher`; `help(Publisher)` describes them."""
-
-    encoding: Encoding
-    mirror: Place
-    keep: str | None
-    allow_nonfinite: bool
-    trust_remote_code: bool
-    state_minutes: float
-    signing_key: str | Path | None
-    on_version: Callable[[Manifest], object] | None
 
 
 class Publisher:
@@ -110,8 +97,15 @@ class Publisher:
         url: str,
         base: str | Path | None = None,
         *,
+        encoding: Encoding = "fast",
+        mirror: Place = "host",
+        keep: str | None = None,
+        allow_nonfinite: bool = False,
+        trust_remote_code: bool = False,
+        state_minutes: float = 5.0,
+        signing_key: str | Path | None = None,
+        on_version: Callable[[Manifest], object] | None = None,
         peers: Peers | None = None,
-        **options: Unpack[PublisherOptions],
     ) -> None:
         self.sync = 0
         self.resumed_from: StateRecord | None = None
@@ -127,20 +121,18 @@ class Publisher:
         self._peers = peers or Peers()
         self._resources = contextlib.ExitStack()
         with self._peers.fail_together():
-            if unknown := options.keys() - PublisherOptions.__annotations__.keys():
-                raise errors.ConfigError(f"Publisher has no option {min(unknown)!r}; see help(Publisher)")
-            mirror = _allowed("mirror", options.get("mirror", "host"), Place)
-            encoding = _allowed("encoding", options.get("encoding", "fast"), Encoding)
-            keep = Keep.parse(limit) if (limit := options.get("keep")) else None
+            _require_allowed("mirror", mirror, Place)
+            _require_allowed("encoding", encoding, Encoding)
+            kept = Keep.parse(keep) if keep else None
             if self._peers.main:
-                self._open(url, base, options)
+                self._open(url, base, trust_remote_code, signing_key, on_version)
         # If this body fails on any rank, `stack` closes what `_open` and the body have opened on this rank.
         with contextlib.ExitStack() as stack, self._peers.fail_together():
             stack.push(self._resources.pop_all())
             # Rank 0 sends all ranks its identity as a writer, and the newest manifest.
             opened = self._peers.exchange(self._writer and (self._writer.writer, self._writer.newest))[0]
             if not self._writer:
-                (place, run), (_, trusted) = split_run(url), writer_keys(options.get("signing_key"))
+                (place, run), (_, trusted) = split_run(url), writer_keys(signing_key)
                 self.reader = RunReader(open_bucket(place), run or DEFAULT_RUN, trusted)
             writer = self._writer or PartWriter(self.reader, *opened)
             writer.part = f".r{self._peers.rank}" if self._peers.size > 1 else ""
@@ -152,14 +144,19 @@ class Publisher:
                 mirror=mirror,
                 untrained=self._untrained if self._start else None,
                 hub_copy=HubCopy(self._start, self._writer) if self._start and self._writer else None,
-                keep=keep,
-                finite=not options.get("allow_nonfinite", False),
+                keep=kept,
+                finite=not allow_nonfinite,
             )
             stack.enter_context(contextlib.closing(self._outbox))
             self._resources = stack.pop_all()
         # The thread that uploads states gets its own process group: threads must not share collectives.
-        state_peers, every_s = Peers(alone=self._peers.size == 1), 60 * options.get("state_minutes", 5.0)
-        self._saver = StateSaver(self.reader, state_peers, self._outbox, self._writer, every_s)
+        state_peers = Peers(alone=self._peers.size == 1)
+        self._saver = StateSaver(self.reader, state_peers, self._outbox, self._writer, 60 * state_minutes)
+
+    def __repr__(self) -> str:
+        version = "no version yet" if self._outbox.version is None else f"version {self._outbox.version}"
+        place = f"{self.reader.bucket.url}#{self.reader.keys.run}"
+        return f"<Publisher of {place}: {version}, sync {self.sync}>"
 
     @property
     def is_main(self) -> bool:
@@ -483,12 +480,18 @@ class Publisher:
             if all(each in self._outbox.shapes for each in made):
                 yield name, tensor
 
-    def _open(self, url: str, base: str | Path | None, options: PublisherOptions) -> None:
+    def _open(
+        self,
+        url: str,
+        base: str | Path | None,
+        trust_remote_code: bool,
+        signing_key: str | Path | None,
+        on_version: Callable[[Manifest], object] | None,
+    ) -> None:
         """Open the run for writing, on rank 0."""
-        (place, named), key = split_run(url), options.get("signing_key")
-        signing, trusted = writer_keys(key)
-        code = options.get("trust_remote_code", False)
-        start = Base(base, trust_remote_code=code) if base is not None else None
+        place, named = split_run(url)
+        signing, trusted = writer_keys(signing_key)
+        start = Base(base, trust_remote_code=trust_remote_code) if base is not None else None
         bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
         with contextlib.ExitStack() as stack:
             assets = stack.enter_context(Scratch())
@@ -509,8 +512,8 @@ class Publisher:
             self._start = start
             self._assets = assets if start else None
             model = start.name if start else ""
-            writer = RunWriter(bucket, run, model=model, assets=self._assets, signing_key=key)
-            writer.on_version = options.get("on_version")
+            writer = RunWriter(bucket, run, model=model, assets=self._assets, signing_key=signing_key)
+            writer.on_version = on_version
             log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run, writer.writer)))
             if writer.newest:
                 log.complete(writer.newest)
@@ -569,7 +572,6 @@ def _transformers_model(weights: Model) -> Any:
     return model
 
 
-def _allowed(argument: str, value: Any, kind: Any) -> Any:
+def _require_allowed(argument: str, value: str, kind: Any) -> None:
     if value not in (known := get_args(kind)):
         raise errors.ConfigError(f"{argument} is {value!r}, not one of {', '.join(map(repr, known))}")
-    return value

@@ -65,6 +65,9 @@ class Bucket(ABC):
         self.url = url.rstrip("/")
         self.ledger = Ledger()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
+
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, whole or not at all. An older object of this key is replaced."""
         check_key(key)

@@ -1,13 +1,16 @@
 """Implements TRL's `WeightTransferProtocol` with a bucket. Trainer and replicas share nothing else."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Unpack
 
 import torch
 
-from delta_weight_sync.publish.publisher import Publisher, PublisherOptions
+from delta_weight_sync.codec import Encoding
+from delta_weight_sync.publish.mirror import Place
+from delta_weight_sync.publish.publisher import Publisher
 from delta_weight_sync.publish.sharding import Peers
+from delta_weight_sync.records import Manifest
 
 
 class BucketWeightTransfer:
@@ -26,24 +29,52 @@ class BucketWeightTransfer:
     Args:
         url: As for `Publisher`.
         base: As for `Publisher`.
-        **options: The optional arguments of `Publisher`.
+        encoding, mirror, keep, allow_nonfinite, trust_remote_code, signing_key, on_version: As for
+            `Publisher`.
 
     Raises:
         CompatibilityError: This release of TRL cannot be patched.
     """
 
-    def __init__(self, url: str, base: str | Path | None = None, **options: Unpack[PublisherOptions]) -> None:
+    def __init__(
+        self,
+        url: str,
+        base: str | Path | None = None,
+        *,
+        encoding: Encoding = "fast",
+        mirror: Place = "host",
+        keep: str | None = None,
+        allow_nonfinite: bool = False,
+        trust_remote_code: bool = False,
+        signing_key: str | Path | None = None,
+        on_version: Callable[[Manifest], object] | None = None,
+    ) -> None:
         from delta_weight_sync.trl import patches  # imports TRL
 
         patches.install()
-        self._url, self._base, self._options = url, base, options
+        self._open = functools.partial(
+            Publisher,
+            url,
+            base,
+            encoding=encoding,
+            mirror=mirror,
+            keep=keep,
+            allow_nonfinite=allow_nonfinite,
+            trust_remote_code=trust_remote_code,
+            signing_key=signing_key,
+            on_version=on_version,
+        )
+        self._url = url
         self._publisher: Publisher | None = None
         self._syncs = 0
+
+    def __repr__(self) -> str:
+        return f"<BucketWeightTransfer to {self._url}: {self._publisher or 'not open yet'}>"
 
     def init_weight_transfer(self) -> None:
         """Open the run; raises as `Publisher` does."""
         # TRL gathers sharded parameters itself, and calls this on its main process only.
-        self._publisher = Publisher(self._url, self._base, peers=Peers(alone=True), **self._options)
+        self._publisher = self._open(peers=Peers(alone=True))
 
     def pause(self) -> None:
         """Do nothing, because replicas commit by themselves."""
