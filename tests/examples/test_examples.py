@@ -62,6 +62,20 @@ def test_an_own_loop_publishes_a_version_per_step_and_goes_on_when_it_is_started
     assert (files / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
 
+def test_the_minimal_script_holds_the_same_bits_at_both_ends(place, tmp_path, capsys):
+    url = f"{(tmp_path / 'bucket').as_uri()}#minimal"
+    runpy.run_path(str(EXAMPLES / "minimal.py"))["main"](str(place / "policy"), url)
+    printed = re.findall(
+        r"^version (\d+): (\d+) of \d+ weights, \d+ bytes, (\w{16})$", capsys.readouterr().out, re.M
+    )
+    manifests = sorted(open_run(url).versions(), key=lambda manifest: manifest.version)
+    assert [(int(version), digest) for version, _, digest in printed] == [
+        (m.version, m.digest) for m in manifests
+    ]
+    assert len(manifests) == 6
+    assert len((EXAMPLES / "minimal.py").read_text().splitlines()) <= 60
+
+
 @pytest.mark.full
 def test_the_same_loop_runs_under_torchrun(place, tmp_path):
     """Each rank with its own shards; then one process resumes."""
