@@ -1,5 +1,6 @@
 """Rebuilds all versions of a run, with the memory and the disk of a few of them."""
 
+from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,10 +25,11 @@ class Versions:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        # References to the manifests of all versions but the newest, from new to old, as JSON: a tenth of the
-        # memory of the objects. A position is an index in this list; -1 is the newest manifest.
-        self._refs: list[bytes] = []
-        self._positions: dict[int, int] = {}  # by version
+        # References to the manifests of all versions but the newest, from new to old, as JSON in one buffer.
+        # (Among the objects of manifests, which come and go, small objects that stay would keep memory from
+        # being reused.) A position is a number in this order; -1 is the newest manifest.
+        self._refs = bytearray()
+        self._ends = array("Q", [0])  # where each reference ends; that of position i begins at index i
         self.anchors: dict[int, int] = {}
         self.jumps: dict[int, dict[int, int]] = {}
         newer: Manifest | None = None
@@ -36,9 +38,9 @@ class Versions:
                 self.newest = manifest
                 self._add_jumps(manifest.jumps, -1)
             elif newer.parent:
-                self._refs.append(newer.parent.to_bytes())
-            position = len(self._refs) - 1
-            self._positions.setdefault(manifest.version, position)
+                self._refs += newer.parent.to_bytes()
+                self._ends.append(len(self._refs))
+            position = len(self._ends) - 2
             self.anchors.setdefault(manifest.anchor.version, position)
             self._add_jumps(manifest.recipe().deltas, position)
             newer = manifest
@@ -54,7 +56,8 @@ class Versions:
         """The manifest at a position."""
         if position < 0:
             return self.newest
-        return self._reader.read(Manifest, parse(FileRef, self._refs[position], "a reference"))
+        ref = self._refs[self._ends[position] : self._ends[position + 1]]
+        return self._reader.read(Manifest, parse(FileRef, bytes(ref), "a reference"))
 
     def jumps_from(self, base: int) -> Iterator[tuple[Manifest, list[DeltaRef]]]:
         """The jumps from a version: the manifest to which each leads, and its parts."""
@@ -65,17 +68,19 @@ class Versions:
 
     def _target(self, base: int, version: int) -> Manifest:
         """The manifest of the version to which a jump leads. Raises `ProtocolError` if the run lacks it."""
-        if (position := self._positions.get(version)) is None:
+        position = self.newest.version - version - 1
+        target = self.at(position) if -1 <= position < len(self) - 1 else None
+        if target is None or target.version != version:
             jump = f"a manifest names a jump from version {base} to {version}, which the run does not have"
             raise ProtocolError(f"{jump}; the run is damaged: resume from an earlier version")
-        return self.at(position)
+        return target
 
     def __len__(self) -> int:
-        return len(self._refs) + 1
+        return len(self._ends)
 
     def __iter__(self) -> Iterator[Manifest]:
         """The manifests, from old to new."""
-        return map(self.at, range(len(self._refs) - 1, -2, -1))
+        return map(self.at, range(len(self) - 2, -2, -1))
 
 
 def verified(reader: RunReader, found: Versions, folder: Path) -> Iterator[Manifest]:
