@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from delta_weight_sync import Publisher
 from delta_weight_sync.errors import StateError
+from delta_weight_sync.publish.state_contents import load_random_state, snapshot_random_state
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.resume.contents import put_random_state, take_random_state
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
 
 
@@ -43,11 +43,11 @@ class Restore(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._publisher.resumed_from:
             self._publisher.restore(kwargs["model"], kwargs["optimizer"], schedule=kwargs["lr_scheduler"])
-            self._random_state = take_random_state()
+            self._random_state = snapshot_random_state()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._random_state:
-            put_random_state(self._random_state)
+            load_random_state(self._random_state)
             self._random_state = None
 
 

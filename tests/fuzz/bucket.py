@@ -16,9 +16,9 @@ from random import Random
 
 from delta_weight_sync.cli import main
 from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.publish.states import usable_states
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.resume._state import usable_states
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.disk import Layout
 from delta_weight_sync.watch import Watcher

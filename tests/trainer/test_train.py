@@ -25,7 +25,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from bench import tiny_policy as tiny
 from delta_weight_sync import gpu_build, open_run
-from delta_weight_sync.resume._state import usable_states
+from delta_weight_sync.publish.states import usable_states
 from delta_weight_sync.runlog import DoneEvent, RunLogReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.trl import patches

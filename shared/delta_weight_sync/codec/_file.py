@@ -6,7 +6,7 @@ The tensors in the file are the groups' uint8 streams: group 0 has `0.gaps`, `0.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -21,7 +21,6 @@ from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from delta_weight_sync.checkpoint import Shapes
 from delta_weight_sync.codec import groups
 from delta_weight_sync.codec._patch import Bits, Patch, apply, merge
 from delta_weight_sync.codec.groups import Decoded, Group, Many, Mode, Old, Streams
@@ -29,6 +28,7 @@ from delta_weight_sync.errors import CodecError
 from delta_weight_sync.util import in_order
 
 DELTA_FORMAT = "delta-weight-sync-delta/2"
+Shapes = Mapping[str, tuple[int, ...]]
 Encoding = Literal["fast", "small"]
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
 _MOST, _DIMS = 1 << 48, 32  # max elements and max dimensions of a tensor

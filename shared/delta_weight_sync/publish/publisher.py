@@ -25,12 +25,12 @@ from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
 from delta_weight_sync.publish.plan import HALF, Plan
 from delta_weight_sync.publish.readable import require_readable
 from delta_weight_sync.publish.sharding import Held, Peers, Weights, gathered, local, own_digest
+from delta_weight_sync.publish.state_contents import as_json, snapshot
+from delta_weight_sync.publish.states import FoundState, StateRecord, StateSaver, find_state
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.resume._state import FoundState, StateRecord, StateSaver, find_state
-from delta_weight_sync.resume.contents import as_json, take
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import SIGNING_KEY, writer_keys
@@ -320,9 +320,9 @@ class Publisher:
             return False
         with self._peers.fail_together():
             extra = as_json(extra or {}, "`extra`")  # a copy: the caller may change its own meanwhile
-            snapshot = take(dict(checkpoint_weights(weights)), optimizer, others, main=self._peers.main)
+            state = snapshot(dict(checkpoint_weights(weights)), optimizer, others, main=self._peers.main)
         first = self.resumed_from is None and self._saver.thread is None
-        self._saver.save(snapshot, self.sync, extra)
+        self._saver.save(state, self.sync, extra)
         if first:
             self._saver.wait(_TIMEOUT_S)
             if self._saver.failure:

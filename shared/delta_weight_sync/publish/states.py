@@ -28,18 +28,18 @@ from safetensors.torch import save_file
 from torch.optim import Optimizer
 
 from delta_weight_sync.errors import ObjectMissingError, ProtocolError, StateError
+from delta_weight_sync.publish import state_contents
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
 from delta_weight_sync.publish.sharding import Peers, held_block, local
+from delta_weight_sync.publish.state_contents import Others, StateHeader, Tensors
 from delta_weight_sync.publish.writer import RunWriter, put_file
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Count, Digest, FileRef, Sealed, Time
-from delta_weight_sync.resume import contents
-from delta_weight_sync.resume.contents import Note, Others, Tensors
 from delta_weight_sync.scratch import Scratch
 
 _DAMAGED = (ProtocolError, ObjectMissingError, SafetensorError)
 _log = logging.getLogger("delta_weight_sync")
-Snapshot = tuple[Tensors, Note]
+Snapshot = tuple[Tensors, StateHeader]
 
 
 class StateRecord(Sealed):
@@ -105,10 +105,10 @@ class StateSaver:
         manifest, sync, writer = self._peers.exchange(own)[0]
         if manifest is None:  # the outbox was closed, or failed, before the version was in the bucket
             return
-        tensors, note = snapshot
+        tensors, header = snapshot
         name = self._reader.keys.state(manifest.version, sync, writer)
         with Scratch() as folder:
-            save_file(tensors, path := folder / "state", {"note": note.model_dump_json()})
+            save_file(tensors, path := folder / "state", {"header": header.model_dump_json()})
             stored = put_file(self._reader.bucket, path, f"{name}/rank-{self._peers.rank}.safetensors")
         ranks = self._peers.exchange(stored)
         if self._writer:
@@ -136,7 +136,7 @@ class FoundState:
 
     def __init__(self, reader: RunReader, record: StateRecord, peers: Peers, folder: Scratch) -> None:
         self.record, self._reader, self._peers, self._folder = record, reader, peers, folder
-        self._files: dict[int, tuple[Any, Note]] = {}  # rank -> its object and note
+        self._files: dict[int, tuple[Any, StateHeader]] = {}  # rank -> its object and header
         size = len(record.ranks)
         for rank in range(peers.rank, size, peers.size):
             self._file(rank)
@@ -150,9 +150,9 @@ class FoundState:
     def restore(self, live: Tensors, optimizer: Optimizer, others: Others) -> None:
         """Restore the state, on every rank. Raises `StateError` if it does not fit this trainer."""
         with self._peers.fail_together(), torch.no_grad():
-            (_, main), (_, note) = self._file(0), self._file(self._own)
-            contents.put(note, main, self._fill, live, optimizer, others)
-            contents.put_random_state(note.random, self._peers.rank - self._own)
+            (_, main), (_, header) = self._file(0), self._file(self._own)
+            state_contents.load(header, main, self._fill, live, optimizer, others)
+            state_contents.load_random_state(header.random, self._peers.rank - self._own)
 
     def _fill(self, entry: str, tensor: torch.Tensor) -> None:
         """Fill this rank's block of a tensor from the objects that have parts of the block."""
@@ -161,8 +161,8 @@ class FoundState:
         for rank in self._nearest:
             if not missing:
                 return
-            file, note = self._file(rank)
-            held = note.held.get(entry)
+            file, header = self._file(rank)
+            held = header.held.get(entry)
             if held is None or (held.offset, held.extent) in seen:
                 continue
             seen.add((held.offset, held.extent))
@@ -175,11 +175,11 @@ class FoundState:
         if missing:
             raise ProtocolError(f"the state of version {self.record.version} lacks a part of {entry}")
 
-    def _file(self, rank: int) -> tuple[Any, Note]:
+    def _file(self, rank: int) -> tuple[Any, StateHeader]:
         if rank not in self._files:
             path = self._reader.fetch(self.record.ranks[rank], self._folder.path)
             file: Any = safe_open(path, framework="pt")
-            self._files[rank] = file, contents.read_note(path.name, file.metadata() or {})
+            self._files[rank] = file, state_contents.read_header(path.name, file.metadata() or {})
         return self._files[rank]
 
 

@@ -32,7 +32,7 @@ Others = Mapping[str, Stateful]
 Fill = Callable[[str, torch.Tensor], None]
 
 
-class Held(NamedTuple):
+class SavedBlock(NamedTuple):
     """The block of a tensor that a rank saved."""
 
     dtype: str
@@ -42,53 +42,57 @@ class Held(NamedTuple):
     on_host: bool  # whether the trainer had the tensor on the host
 
 
-class Note(Record):
-    """What a rank saved in addition to tensors. The metadata of the rank's object holds this note."""
+class StateHeader(Record):
+    """What a rank saved in addition to tensors. The metadata of the rank's object holds this header."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    held: dict[str, Held]  # by name; the main rank saves at least a block of every tensor
+    held: dict[str, SavedBlock]  # by name; the main rank saves at least a block of every tensor
     setup: dict[str, dict[str, Any]]  # see `_setup`
     values: dict[str, Any]  # those values of the optimizer's state that are not tensors
     others: dict[str, Any]  # by name: the state of a schedule and the like
     random: dict[str, Any]
 
 
-def read_note(name: str, metadata: Mapping[str, str]) -> Note:
-    """Return the note in a file's metadata. Raises `ProtocolError` if there is none."""
+def read_header(name: str, metadata: Mapping[str, str]) -> StateHeader:
+    """Return the header in a file's metadata. Raises `ProtocolError` if there is none."""
     try:
-        return Note.model_validate_json(metadata["note"])
+        return StateHeader.model_validate_json(metadata["header"])
     except (KeyError, ValidationError) as error:
         raise ProtocolError(f"{name} is not a trainer's state: {error}") from error
 
 
-def take(live: Tensors, optimizer: Optimizer, others: Others, *, main: bool) -> tuple[Tensors, Note]:
+def snapshot(
+    live: Tensors, optimizer: Optimizer, others: Others, *, main: bool
+) -> tuple[Tensors, StateHeader]:
     """Return copies on the host of what this rank saves. Raises `StateError` if a value cannot be saved."""
     started = time.monotonic()
-    tensors, held, values = Tensors(), dict[str, Held](), dict[str, Any]()
+    tensors, held, values = Tensors(), dict[str, SavedBlock](), dict[str, Any]()
     for entry, value, parameter in _entries(live, optimizer):
         if isinstance(value, torch.Tensor):
             _require_plain(entry, value, parameter)
             if main or isinstance(value, DTensor):
                 block, on_host = held_block(value), value.device.type == "cpu"
-                held[entry] = Held(str(value.dtype), block.shape, block.offset, block.extent, on_host)
+                held[entry] = SavedBlock(str(value.dtype), block.shape, block.offset, block.extent, on_host)
                 tensors[entry] = local(value).to("cpu", copy=True, memory_format=torch.contiguous_format)
         else:
             values[entry] = as_json(value, entry)
     states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
-    setup, numbers = _setup(live, optimizer, others), take_random_state()
+    setup, numbers = _setup(live, optimizer, others), snapshot_random_state()
     _log.info("training waited %s for a copy of its state", time_text(time.monotonic() - started))
-    return tensors, Note(held=held, setup=setup, values=values, others=states, random=numbers)
+    return tensors, StateHeader(held=held, setup=setup, values=values, others=states, random=numbers)
 
 
-def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others) -> None:
-    """Restore all but the random numbers, from this rank's `note` and the main rank's (`main`).
+def load(
+    header: StateHeader, main: StateHeader, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others
+) -> None:
+    """Restore all but the random numbers, from this rank's `header` and the main rank's (`main`).
 
     `fill` gets a tensor and its name in the state, and fills this rank's part of the tensor. Raises
     `StateError` if the state does not fit this trainer.
     """
     for part, now in _setup(live, optimizer, others).items():
-        then = note.setup[part]
+        then = header.setup[part]
         for key in sorted((now.keys() | then.keys()) - {"lr"}):
             was, is_now = then.get(key, "absent"), now.get(key, "absent")
             if was != is_now:
@@ -98,7 +102,7 @@ def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer,
                 )
     for name, tensor in live.items():
         fill(f"weight/{name}", tensor)
-    for key, saved in note.setup["optimizer"].items():
+    for key, saved in header.setup["optimizer"].items():
         for group, value in zip(optimizer.param_groups, saved, strict=True):
             if key in group:  # JSON turned tuples into lists
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
@@ -114,14 +118,14 @@ def put(note: Note, main: Note, fill: Fill, live: Tensors, optimizer: Optimizer,
                 moment = torch.empty(held.shape, dtype=dtype, device=device)
             fill(entry, moment)
             optimizer.state[parameter][key] = moment
-    for entry, value in note.values.items():
+    for entry, value in header.values.items():
         _, number, key = entry.split("/", 2)
         optimizer.state[parameters[number]][key] = value
     for name, other in others.items():
-        other.load_state_dict(note.others[name])
+        other.load_state_dict(header.others[name])
 
 
-def take_random_state() -> dict[str, Any]:
+def snapshot_random_state() -> dict[str, Any]:
     """Return the states of all random generators (python, numpy, torch on CPU and GPU) as JSON."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
@@ -132,8 +136,8 @@ def take_random_state() -> dict[str, Any]:
     }
 
 
-def put_random_state(saved: Mapping[str, Any], branch: int = 0) -> None:
-    """Continue the random numbers from where `take_random_state` was called.
+def load_random_state(saved: Mapping[str, Any], branch: int = 0) -> None:
+    """Continue the random numbers from where `snapshot_random_state` was called.
 
     If more ranks resume than saved, each additional rank takes the numbers of rank 0, with a `branch` that is
     not 0. Its new seed is the next random number plus `branch`, so that all ranks have different numbers.

@@ -15,11 +15,11 @@ import torch
 
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.errors import StateError
+from delta_weight_sync.publish import states as saving
 from delta_weight_sync.publish.outbox import RepeatedSyncs
+from delta_weight_sync.publish.state_contents import load_random_state, snapshot_random_state
+from delta_weight_sync.publish.states import StateRecord
 from delta_weight_sync.records import FileRef, Writer
-from delta_weight_sync.resume import _state
-from delta_weight_sync.resume._state import StateRecord
-from delta_weight_sync.resume.contents import put_random_state, take_random_state
 from delta_weight_sync.runlog import RunLogReader, TrafficEvent
 from delta_weight_sync.signing import new_pair
 from delta_weight_sync.store import open_bucket
@@ -210,7 +210,7 @@ def test_the_manifests_behind_an_old_state_are_not_kept(tmp_path, monkeypatch):
     ranks = (FileRef(key=rank.key, size=rank.size, sha256="0" * 64),)
     run.reader.bucket.put(f"{name}.json", StateRecord(**of, ranks=ranks, extra={}).to_bytes())
     alive = Alive(monkeypatch)
-    ((record, later),) = _state.usable_states(run.reader)
+    ((record, later),) = saving.usable_states(run.reader)
     assert record.version == 0
     assert [sync for sync, _ in later] == list(range(20, 0, -1))
     assert alive.read > 20
@@ -338,10 +338,10 @@ def test_a_state_of_other_weights_than_its_versions_is_refused(url, base):
 
 def test_a_rank_without_a_predecessor_draws_numbers_of_its_own():
     def draws(branch: int) -> tuple[float, float, float]:
-        put_random_state(saved, branch)
+        load_random_state(saved, branch)
         return torch.rand(()).item(), np.random.rand(), random.random()
 
-    saved = take_random_state()
+    saved = snapshot_random_state()
     drawn = [draws(branch) for branch in (0, 1, 2, 0, 1)]
     assert drawn[:2] == drawn[3:], "a repetition draws the same"
     assert all(len(set(numbers)) == 3 for numbers in zip(*drawn, strict=True))
@@ -377,14 +377,14 @@ def test_states_are_minutes_apart_and_take_a_tenth_of_the_time_at_most(
     url, base, monkeypatch, upload_s, saved_at
 ):
     """Of a step every 100 seconds; all their bytes are in the run's log."""
-    clock, put_file = [0.0], _state.put_file
+    clock, put_file = [0.0], saving.put_file
 
     def slow(*arguments: Any) -> Any:
         clock[0] += upload_s
         return put_file(*arguments)
 
-    monkeypatch.setattr(_state, "put_file", slow)
-    monkeypatch.setattr(_state, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    monkeypatch.setattr(saving, "put_file", slow)
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
     done = []
     with contextlib.closing(Loop(url, base, minutes=5)) as loop:
         for at in range(0, 1201 if upload_s > 1 else 1000, 100):
