@@ -257,18 +257,25 @@ def _verify(arguments: Arguments) -> None:
     reader.require_intact()
     reader.manifest()  # raises an error if there is no version
     found = Versions(reader)
-    infos, oldest = {info.key: info for info in reader.bucket.list(reader.keys.folder)}, found.oldest
-    if below := reader.below_gap(oldest, oldest.version, infos):
-        gap = f"the manifest of version {oldest.version - 1} is missing, but version {below.version} is there"
-        raise ProtocolError(f"{gap}: the manifest was lost, or a `gc` was interrupted")
+    _require_no_gap_below(reader, found.oldest)
     with Scratch() as folder:
         for manifest in verified(reader, found, folder):
             facts = {"version": manifest.version, "digest": manifest.digest}
             text = f"version {manifest.version} ok, digest {manifest.digest}"
             print(json.dumps(facts) if arguments.json else text, flush=True)
     if not arguments.json:
-        _print_deleted(oldest)
+        _print_deleted(found.oldest)
         print(f"all {len(found)} versions verified")
+
+
+def _require_no_gap_below(reader: RunReader, oldest: Manifest) -> None:
+    """Raise `ProtocolError` if there are versions below the oldest that can be reached: one between is lost."""
+    if oldest.parent is None:
+        return  # version 0; a listing of the run would take much memory
+    infos = {info.key: info for info in reader.bucket.list(reader.keys.folder)}
+    if below := reader.below_gap(oldest, oldest.version, infos):
+        gap = f"the manifest of version {oldest.version - 1} is missing, but version {below.version} is there"
+        raise ProtocolError(f"{gap}: the manifest was lost, or a `gc` was interrupted")
 
 
 def _checkout(arguments: Arguments) -> None:
