@@ -269,7 +269,7 @@ def _verify(arguments: Arguments) -> None:
 
 
 def _require_no_gap_below(reader: RunReader, oldest: Manifest) -> None:
-    """Raise `ProtocolError` if there are versions below the oldest that can be reached: one between is lost."""
+    """Raise `ProtocolError` if there are versions below the oldest that can be reached: one is lost."""
     if oldest.parent is None:
         return  # version 0; a listing of the run would take much memory
     infos = {info.key: info for info in reader.bucket.list(reader.keys.folder)}
