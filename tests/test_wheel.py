@@ -48,7 +48,7 @@ def inside(wheel: Path, name: str) -> str:
 def test_it_holds_the_library_only(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"delta_weight_sync", INFO}
-    assert {f"delta_weight_sync/{name}" for name in ("py.typed", "compat.toml", "sizes.json")} <= {*names}
+    assert {f"delta_weight_sync/{name}" for name in ("py.typed", "sizes.json")} <= {*names}
     shared = ROOT / "shared"
     sources = {str(path.relative_to(shared)) for path in (shared / "delta_weight_sync").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources

@@ -30,7 +30,7 @@ from delta_weight_sync.ending import end_after_signals
 from delta_weight_sync.publish.publisher import Model
 from delta_weight_sync.publish.sharding import Peers
 from delta_weight_sync.runlog import DoneEvent
-from delta_weight_sync.trl import patches
+from delta_weight_sync.trl import hooks, patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
 from trainer import exact, memory, resume, rollouts
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
@@ -78,7 +78,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         needs = memory.parts(settings.model, vars(settings) | vars(config), shards)
         if problem := memory.problem(needs, torch.cuda.mem_get_info()[0]):
             raise SystemExit(f"trainer: {problem}")
-    patches.install("every_rank", "replicas")  # fails if this TRL lacks one of these two features
+    patches.install(hooks.EVERY_RANK, hooks.REPLICAS)  # fails if this TRL lacks one of these two features
     stop = Stop(settings.minutes, alone=config.world_size == 1)
     task, peers = make_task(settings, config), Peers()
     fleet = Fleet(settings.replicas if peers.main else [])  # the other ranks contact no Space

@@ -19,7 +19,7 @@ from bench import tiny_policy
 from bench.gpu_check.report import Row, Rows, ms
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.publish.sharding import Weights
-from delta_weight_sync.trl import patches
+from delta_weight_sync.trl import hooks, patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer
 
 _STEPS, _BATCH, _TOKENS = 5, 8, 200
@@ -64,7 +64,7 @@ def _sample(number: int) -> RolloutSample:
 def rows(device: torch.device) -> Rows:
     """For each place of the mirror: a row for the versions, one for their bits, one for the hand-over."""
     logging.disable(logging.WARNING)
-    patches.install("every_rank")
+    patches.install(hooks.EVERY_RANK)
     with tempfile.TemporaryDirectory() as folder:
         yield from _rows(Path(folder), device)
 

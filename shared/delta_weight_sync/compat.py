@@ -1,127 +1,198 @@
-"""What this library needs of vLLM and TRL, and whether the installed releases have it.
+"""Whether the installed releases of other packages have the private code that this library uses.
 
-The library uses and patches code of vLLM and TRL that is not a public interface. `compat.toml` lists these
-places. This module looks for each place in the installed sources, without importing them. It is an error if
-a required feature lacks a place. If an optional feature lacks a place, the feature is switched off, with a
-warning. (There is no warning if the release was tested and is older than the feature.) An untested release
-causes a warning, even if it has all places. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings into errors.
+The library calls and replaces code of vLLM, TRL and huggingface_hub that is not a public interface. The
+modules `hooks` of `vllm`, `trl` and `store` declare each use as a `Feature`. Its probe, a function, imports
+the code and looks at its signatures. Each patch asks its feature before it replaces anything.
+
+It is an error if a required feature lacks code. If an optional feature lacks code, the feature is switched
+off, with a warning. (There is no warning if the release was tested and is older than the feature.) There is
+also a warning if the release of vLLM or TRL was not tested. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings into
+errors.
 """
 
-import ast
+import dis
 import functools
+import importlib
 import importlib.metadata
-import importlib.util
+import inspect
 import logging
 import multiprocessing
 import os
 import re
-import sys
-import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 from delta_weight_sync.errors import CompatibilityError
 
 STRICT: Final = "DELTA_WEIGHT_SYNC_STRICT"
-_PLACE: Final = re.compile(r"([\w.]+)(?:\(([\w, ]*)\)| with ([\w ]+))?")
 _log = logging.getLogger("delta_weight_sync")
 
-Place = tuple[str, str, str]
-"""A file of the package, what must be in it, and why."""
+
+class Release(NamedTuple):
+    """An installed release; `version` is "" if the package is not installed."""
+
+    name: str
+    version: str
 
 
 @dataclass(frozen=True)
-class Feature:
-    """A feature and the places that it needs. `without`: what happens without it; empty if it is required."""
+class Package:
+    """A package whose private code the library uses."""
 
-    what: str
-    places: list[Place]
-    missing: list[Place]
-    without: str = ""
-    since: str = ""  # the first release that has all places
-    upstream: str = ""  # proposed changes in upstream/ that would make these places unnecessary
+    names: tuple[str, ...]  # under which it may be installed
+    tested: tuple[str, ...]  # releases that passed the tests, oldest first
+    extra: str = ""  # the extra of this library that installs the package; empty: each installation does
 
-
-@dataclass(frozen=True)
-class Release:
-    """An installed release of vLLM or TRL, and what was found in it."""
-
-    package: str  # name of the installed distribution
-    version: str  # "" if it is not installed
-    run: list[str]  # releases that were tested with this library, oldest first
-    features: dict[str, Feature] = field(default_factory=dict)  # by name; only those that apply to this build
-
-    @property
-    def known(self) -> bool:
-        """Whether this release was tested with this library."""
-        return any(f"{self.version}.".startswith(f"{release}.") for release in self.run)
-
-    def works(self, feature: str) -> bool:
-        """Whether all places of a feature are there."""
-        return not self.features[feature].missing
+    def knows(self, version: str) -> bool:
+        """Whether a version is of a release that was tested with this library."""
+        return any(f"{version}.".startswith(f"{release}.") for release in self.tested)
 
     def cure(self, since: str = "") -> str:
         """Return the command that installs a tested release, `since` or later. Of the releases that are newer
         than the installed one, the command takes the oldest. If none is newer, it takes the newest of all."""
-        works = [release for release in self.run if _number(release) >= _number(since)]
-        newer = (release for release in works if _number(release) > _number(self.version))
-        return f"pip install '{self.package}=={next(newer, works[-1])}.*'"
+        name, version = installed(self)
+        if not version:
+            extra = f"[{self.extra}]" if self.extra else ""
+            return f"pip install '.{extra}' in the checkout"
+        works = [release for release in self.tested if _number(release) >= _number(since)]
+        newer = (release for release in works if _number(release) > _number(version))
+        return f"pip install '{name}=={next(newer, works[-1])}.*'"
 
-    def problems(self, *needed: str) -> tuple[list[str], list[str]]:
-        """Return errors and warnings about this release. Optional features in `needed` count as required."""
-        fatal, warnings = list[str](), list[str]()
-        if not self.version:
-            fatal.append(f"{self.package} is not installed; pip install '.[{self.package}]' in the checkout")
-        elif not self.known:
-            warnings.append(f"{self.package} {self.version} was not tested with this library; {self.cure()}")
-        for name, feature in self.features.items():
-            for file, what, why in feature.missing[:1]:
-                text = (
-                    f"{self.package} {self.version} has no {what} in {file}, needed for {feature.what}"
-                    f" ({why}); {self.cure(feature.since)}"
-                )
-                if not feature.without or name in needed:
-                    fatal.append(text)
-                # A tested release from before `since` is known to lack the feature, so do not warn.
-                elif not (self.known and _number(self.version) < _number(feature.since)):
-                    warnings.append(f"{text}; until then {feature.without}")
-        return (fatal + warnings, []) if is_set(STRICT) else (fatal, warnings)
+
+class Probe:
+    """Looks for code and notes what is missing. A module that cannot be imported lacks everything."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+
+    def find(self, module: str, name: str) -> Any:
+        """Return what a module has under a name, such as "Class.method"; None if it is missing."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a doctor need not hear that TRL's trainer is experimental
+                found: Any = importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 - some modules look for devices and libraries
+            reason = (str(error).splitlines() or [""])[0]
+            self._note(f"module {module} that can be imported ({type(error).__name__}: {reason})")
+            return None
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            self._note(f"{name} in {module}")
+        return found
+
+    def attributes(self, module: str, name: str, *attributes: str) -> None:
+        """Look for attributes of a class's objects: declared by the class, or set by one of its methods."""
+        found = self.find(module, name)
+        owners = getattr(found, "__mro__", ())
+        for attribute in attributes:
+            if found is not None and not any(_declares(owner, attribute) for owner in owners):
+                self._note(f"{name}.{attribute} in {module}")
+
+    def accepts(self, module: str, name: str, *parameters: str) -> None:
+        """Look for a function that has these parameters, because the library passes them by name."""
+        found = self.find(module, name)
+        if found is not None and not {*parameters} <= {*_parameters(found)}:
+            self._note(f"{name} with {' '.join(parameters)} in {module}")
+
+    def exactly(self, module: str, name: str, *parameters: str) -> None:
+        """Look for a function with just these parameters, because the library replaces the function or passes
+        them by position."""
+        found = self.find(module, name)
+        if found is not None and _parameters(found) != [*parameters]:
+            self._note(f"{name}({', '.join(parameters)}) in {module}")
+
+    def calls(self, module: str, name: str, method: str) -> None:
+        """Look for a function that uses a method of its object, because the library overrides the method."""
+        found = self.find(module, name)
+        if found is not None and method not in {*_steps(found, "LOAD_ATTR", "LOAD_METHOD")}:
+            self._note(f"{name} with {method} in {module}")
+
+    def _note(self, what: str) -> None:
+        if what not in self.missing:  # for a missing module, each question would note the same
+            self.missing.append(what)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A use of a package's private code."""
+
+    package: Package
+    what: str  # the feature, in words
+    probe: Callable[[Probe], None]
+    without: str = ""  # what happens without the feature; empty if it is required
+    since: str = ""  # the first release that has all of the code
+    upstream: str = ""  # changes in upstream/ that would make the use unnecessary
+    only_cpu: bool = False  # whether only CPU builds need the feature
+
+    def applies(self) -> bool:
+        """Whether this build of the package is one that needs the feature."""
+        return not self.only_cpu or "cpu" in " ".join(installed(self.package))
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the code that the installed release lacks."""
+        return _missing(self)
+
+    def works(self) -> bool:
+        """Whether this build needs the feature and has all of its code."""
+        return self.applies() and not self.missing()
+
+    def problem(self) -> str:
+        """Return what is missing, and the fix; "" if nothing is missing."""
+        name, version = installed(self.package)
+        cure = self.package.cure(self.since)
+        if not version:
+            return f"{name} is not installed: {cure}"
+        if not (missing := self.missing()):
+            return ""
+        return f"{name} {version} has no {missing[0]}, needed for {self.what}: {cure}"
+
+    def require(self) -> None:
+        """Raise `CompatibilityError` if code is missing."""
+        if problem := self.problem():
+            raise CompatibilityError(problem)
+
+    @contextmanager
+    def imports(self) -> Iterator[None]:
+        """For a block that imports the code: raise `CompatibilityError` before it if code is missing."""
+        self.require()
+        yield
+
+
+def require(features: Sequence[Feature], *needed: Feature) -> None:
+    """Check all features of a package. The main process logs the warnings.
+
+    Raises `CompatibilityError` if the package is not installed, or if it lacks code of a required feature or
+    of one in `needed`.
+    """
+    package = features[0].package
+    name, version = installed(package)
+    known, said = package.knows(version), list[str]()
+    if version and not known:
+        said.append(f"{name} {version} was not tested with this library: {package.cure()}")
+    for feature in filter(Feature.applies, features):
+        if not feature.without or feature in needed:
+            feature.require()
+        # A tested release from before `since` is known to lack the feature, so do not warn.
+        elif (problem := feature.problem()) and not (known and _number(version) < _number(feature.since)):
+            said.append(f"{problem}; until then {feature.without}")
+    if said and is_set(STRICT):
+        raise CompatibilityError(said[0])
+    if multiprocessing.parent_process() is None:  # else vLLM's children would repeat it
+        for warning in said:
+            _log.warning("%s. `delta-weight-sync doctor` lists all features", warning)
 
 
 @functools.cache
-def examine(package: str, site: Path | None = None) -> Release:
-    """Look for all places in the installed release of `package` ("vllm" or "trl"), or in the release in
-    folder `site`, such as an unpacked wheel. If there is no release, the version of the result is ""."""
-    needs = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())[package]
-    spec = importlib.util.find_spec(package)
-    folder = site / package if site else Path(spec.origin or "").parent if spec else Path()
-    path = [str(site)] if site else sys.path
-    names = needs["distributions"]
-    found = [each for name in names for each in importlib.metadata.distributions(name=name, path=path)]
-    if not (found and folder.is_dir()):
-        return Release(package, "", needs["run"])
-    name, version, features = found[0].name, found[0].version, dict[str, Feature]()
-    for feature, fields in needs["features"].items():
-        if fields.pop("on", "") in f"{name} {version}":  # `on = "cpu"`: only CPU builds need it
-            missing = [place for place in fields["places"] if not _has(folder / place[0], place[1])]
-            features[feature] = Feature(missing=missing, **fields)
-    return Release(name, version, needs["run"], features)
-
-
-def require(package: str, *needed: str) -> Release:
-    """The installed release of `package`. The main process logs the warnings of `problems`.
-
-    Raises `CompatibilityError` if there is no release, or if it lacks a required feature or one in `needed`.
-    """
-    release = examine(package)
-    fatal, warnings = release.problems(*needed)
-    if fatal:
-        raise CompatibilityError(fatal[0])
-    if warnings and multiprocessing.parent_process() is None:  # else vLLM's children would repeat it
-        _log.warning("%s. `delta-weight-sync doctor` lists all places", ". ".join(warnings))
-    return release
+def installed(package: Package) -> Release:
+    """Return the installed release of a package."""
+    for name in package.names:
+        for found in importlib.metadata.distributions(name=name):
+            return Release(name, found.version)
+    return Release(package.names[0], "")
 
 
 def is_set(variable: str) -> bool:
@@ -129,47 +200,34 @@ def is_set(variable: str) -> bool:
     return os.environ.get(variable, "").lower() not in ("", "0", "false", "no", "off")
 
 
+@functools.cache  # also because later the library's own code would be found, in place of what it replaced
+def _missing(feature: Feature) -> tuple[str, ...]:
+    probe = Probe()
+    feature.probe(probe)
+    return tuple(probe.missing)
+
+
 def _number(release: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", release))
 
 
-def _has(file: Path, what: str) -> bool:
-    """Whether a source file has a place, written as in `compat.toml`."""
-    place = _PLACE.fullmatch(what)
-    assert place, what
-    path, parameters, names = place.groups()
-    found: list[ast.AST] = [_parsed(file)]
-    for name in path.split("."):
-        found = [inner for node in found for inner in _named(node, name)]
-    if parameters is None:
-        return any({*(names or "").split()} <= {*_names(node)} for node in found)
-    arguments = [node.args for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    wanted = re.findall(r"\w+", parameters)
-    return any([a.arg for a in (*each.args, *each.kwonlyargs)] == wanted for each in arguments)
+def _parameters(function: Any) -> list[str]:
+    try:
+        every = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # what has this name now is no function, or is compiled
+        return []
+    return [each.name for each in every if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
-@functools.cache
-def _parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text() if file.is_file() else "")
+def _declares(owner: type, attribute: str) -> bool:
+    """Whether a class has an attribute, annotates it, or sets it in one of its methods."""
+    if attribute in vars(owner) or attribute in inspect.get_annotations(owner):
+        return True
+    return any(attribute in _steps(each, "STORE_ATTR") for each in vars(owner).values())
 
 
-def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Yield what has `name` in a module or class: a definition, import, variable, or attribute of `self`."""
-    inner = list(ast.iter_child_nodes(scope))
-    while inner:
-        node = inner.pop()
-        if name in (getattr(node, "name", ""), getattr(node, "asname", "")) or (
-            isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name
-        ):
-            yield node
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == name)
-            yield from (n for n in stored if isinstance(n.ctx, ast.Store) and isinstance(scope, ast.ClassDef))
-        elif not isinstance(node, ast.ClassDef):
-            inner.extend(ast.iter_child_nodes(node))
-
-
-def _names(node: ast.AST) -> Iterator[str]:
-    """All names of variables, attributes and parameters in `node`."""
-    for inner in ast.walk(node):
-        yield getattr(inner, "id", getattr(inner, "attr", getattr(inner, "arg", ""))) or ""
+def _steps(function: Any, *kinds: str) -> Iterator[str]:
+    """Yield the names in a function's instructions of some kinds, such as those that set an attribute."""
+    plain = inspect.unwrap(function)
+    if inspect.isfunction(plain):
+        yield from (step.argval for step in dis.get_instructions(plain) if step.opname in kinds)

@@ -154,7 +154,7 @@ class TooSoonError(EngineError):
 
 
 class CompatibilityError(DeltaWeightSyncError, RuntimeError, kind="compatibility"):
-    """This release of vLLM or TRL lacks needed code; the message names the code and the fix."""
+    """A release of vLLM, TRL or huggingface_hub lacks needed code; the message names the code and the fix."""
 
 
 class RouteError(DeltaWeightSyncError, RuntimeError, kind="route"):

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from bench import tiny_policy as tiny
-from delta_weight_sync import codec, compat
+from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.vllm import hooks
 
 BLOCK = 32
 ENVIRONMENT = {
@@ -88,7 +89,7 @@ def test_weights_that_somebody_overwrote_are_healed_in_place(seen):
 
 def test_steps_that_were_under_way_keep_the_old_version(seen):
     """At every possible moment: logprobs change with the weights exactly where the label does."""
-    if not compat.examine("vllm").works("labels"):
+    if not hooks.LABELS.works():
         pytest.skip("this vLLM labels no tokens")
     undisturbed = {line["prompt"]: line["logprobs"] for line in seen["labels"] if not line["commit_after"]}
     disturbed = [line for line in seen["labels"] if line["commit_after"]]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from delta_weight_sync import compat
 from delta_weight_sync.reader import RunReader
+from delta_weight_sync.vllm import hooks
 from tests.live.replica import PROMPTS, Server, ask, greedy, order, served
 from tests.live.run import training, update
 from tests.support.waiting import soon
@@ -31,7 +31,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("how", MODES)
 def test_ten_deltas_answer_as_a_fresh_load(how, trainer, tmp_path, monkeypatch, record_property):
-    if how == "between two steps" and not compat.examine("vllm").works("in_step"):
+    if how == "between two steps" and not hooks.IN_STEP.works():
         pytest.skip("this vLLM cannot")
     monkeypatch.setenv("DELTA_WEIGHT_SYNC_PAUSE", MODES[how])
     run, reader = f"{trainer.bucket.url}#live", RunReader(trainer.bucket, "live")

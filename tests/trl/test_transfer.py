@@ -11,13 +11,14 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, as
 from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
 
 from bench import tiny_policy as tiny
-from delta_weight_sync import BucketWeightTransfer, compat, open_run
+from delta_weight_sync import BucketWeightTransfer, open_run
 from delta_weight_sync.checkpoint import read_bits, to_bits
+from delta_weight_sync.trl import hooks
 from tests.support.recorded import BATCH, Recorded, cpu_config
 
 STEPS = 3
 PATCHED = ((async_rollout_worker, "is_vllm_available"), (async_rollout_worker, "_child_main"))
-if compat.examine("trl").works("attention"):
+if hooks.ATTENTION.works():
     from trl.experimental.async_grpo import packing
 
     PATCHED += ((packing, "_flash_attn"), (async_grpo_trainer, "get_peak_flops_per_device"))
@@ -72,7 +73,7 @@ def test_it_ends_with_all_published_and_can_begin_again(base, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trls_trainer_with_a_frozen_part_publishes_whole_checkpoints(base, tmp_path, monkeypatch, dtype):
     """TRL leaves out what is frozen; the base has it. Neither of the two needs a kernel from the Hub."""
-    if not compat.examine("trl").works("attention"):
+    if not hooks.ATTENTION.works():
         pytest.skip("this TRL trains on GPUs only")
     url = f"{(tmp_path / 'bucket').as_uri()}#trl"
     settings = {"dtype": dtype, "per_device_train_batch_size": BATCH, "learning_rate": 1e-3}

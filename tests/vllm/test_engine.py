@@ -176,7 +176,7 @@ def test_a_vllm_that_does_not_ask_for_it_is_left_alone(another_vllm, monkeypatch
 @pytest.mark.parametrize("asked_for", ["delta_weight_sync", "someone_elses,delta_weight_sync"])
 def test_one_that_does_and_cannot_be_used_is_told(another_vllm, monkeypatch, asked_for):
     monkeypatch.setenv("VLLM_PLUGINS", asked_for)
-    monkeypatch.setattr(compat, "examine", lambda package: compat.Release(package, "", ["0.32"]))
+    monkeypatch.setattr(compat, "installed", lambda package: compat.Release("vllm", ""))
     with pytest.raises(CompatibilityError, match=r"pip install '\.\[vllm\]' in the checkout"):
         plugin.register()
 

@@ -23,6 +23,7 @@ from delta_weight_sync import compat, gpu_build, signing
 from delta_weight_sync.cost import HARDWARE
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.trl import hooks
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.hub import explained
 
@@ -150,8 +151,9 @@ def _signatures(setup: Setup) -> str:
 
 
 def _versions(setup: Setup) -> str:
-    release = compat.require("trl", "every_rank", "replicas")  # the trainer calls this, too
-    return f"trl {release.version} can be used; `delta-weight-sync doctor` examines all packages"
+    compat.require(hooks.FEATURES, hooks.EVERY_RANK, hooks.REPLICAS)  # the trainer asks the same
+    version = compat.installed(hooks.TRL).version
+    return f"trl {version} can be used; `delta-weight-sync doctor` examines all packages"
 
 
 def _disk(setup: Setup) -> str:

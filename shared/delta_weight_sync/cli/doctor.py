@@ -2,15 +2,21 @@
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from delta_weight_sync import compat
+from delta_weight_sync.store import hooks as store_hooks
+from delta_weight_sync.trl import hooks as trl_hooks
+from delta_weight_sync.vllm import hooks as vllm_hooks
 
 _NAME = "delta-weight-sync"
+_PATCHED = vllm_hooks.FEATURES, trl_hooks.FEATURES
 
 
 def configure(parser: argparse.ArgumentParser, _: str) -> None:
@@ -23,11 +29,17 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     print(f"{_NAME} {importlib.metadata.version(_NAME)}, Python {platform.python_version()}")
-    wrong = False if arguments.site else _packages()
-    releases = [compat.examine(package, arguments.site) for package in ("vllm", "trl")]
-    # A folder of --site usually holds only one of the packages. Do not print that it lacks the other.
-    found = [each for each in releases if each.version or not arguments.site]
-    sys.exit(int(any([wrong, *map(_release, found or releases)])))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reports on this machine when it is imported
+    if arguments.site:
+        sys.path.insert(0, str(arguments.site))  # what it lacks, such as PyTorch, comes from this environment
+        inside = {each.name for each in importlib.metadata.distributions(path=[str(arguments.site)])}
+        # A folder of --site usually holds only one of the packages.
+        found = [each for each in _PATCHED if inside & {*each[0].package.names}] or [*_PATCHED]
+        wrong = False
+    else:
+        found = [store_hooks.FEATURES, *_PATCHED]
+        wrong = _packages()
+    sys.exit(int(any([wrong, *map(_release, found)])))
 
 
 def _packages() -> bool:
@@ -50,18 +62,23 @@ def _packages() -> bool:
     return wrong
 
 
-def _release(release: compat.Release) -> bool:
-    """Print a line for each feature of vLLM or TRL. Return whether the package is installed, but unusable."""
-    problems = release.problems()[0]
-    state = "was tested with this library" if release.known else "was not tested with this library"
-    print(f"{release.package} {release.version} {state}" if release.version else problems[0])
-    for feature in release.features.values():
-        lacks, optional = bool(feature.missing), bool(feature.without)
-        word = "ok" if not lacks else "off" if optional else "error"
-        print(f"  {word:8} {feature.what}{f': {feature.without}' if lacks and optional else ''}")
-        for file, what, why in feature.missing or feature.places:
-            print(f"           {'missing' if lacks else 'found'} {file}: {what} ({why})")
-        if lacks:
-            upstream = f"; or apply the patch upstream/{feature.upstream}" if feature.upstream else ""
-            print(f"           cure: {release.cure(feature.since)}{upstream}")
-    return bool(release.version and problems)
+def _release(features: Sequence[compat.Feature]) -> bool:
+    """Print a line for each feature of a package. Return whether the package is installed, but unusable."""
+    package, wrong = features[0].package, False
+    name, version = compat.installed(package)
+    if not version:
+        print(features[0].problem())
+        return False
+    print(f"{name} {version} {'was' if package.knows(version) else 'was not'} tested with this library")
+    for feature in filter(compat.Feature.applies, features):
+        if not (missing := feature.missing()):
+            print(f"  {'ok':8} {feature.what}")
+            continue
+        wrong |= not feature.without
+        consequence = f": {feature.without}" if feature.without else ""
+        print(f"  {'off' if feature.without else 'error':8} {feature.what}{consequence}")
+        for place in missing:
+            print(f"           missing {place}")
+        upstream = f"; or apply the patch upstream/{feature.upstream}" if feature.upstream else ""
+        print(f"           cure: {package.cure(feature.since)}{upstream}")
+    return wrong

@@ -29,8 +29,6 @@ from urllib.parse import quote
 
 from hf_xet import SKIP_SHA256, XetConfig, XetSession
 from huggingface_hub import HfApi, get_token, set_client_factory
-from huggingface_hub._buckets import _BucketAddFile
-from huggingface_hub._hot_reload.sse_client import SSEClient
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     EntryNotFoundError,
     HfHubHTTPError,
@@ -44,13 +42,22 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     http_stream_backoff,
     parse_ratelimit_headers,
 )
-from huggingface_hub.utils._http import default_client_factory
-from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, XetFileData, refresh_xet_connection_info
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync import errors, store
+from delta_weight_sync.store.hooks import BUCKETS
 from delta_weight_sync.store.ledger import Kind, Ledger, kind_of
 from delta_weight_sync.store.notifications import Notifications, Quota
+
+with BUCKETS.imports():  # private names, which another release may lack
+    from huggingface_hub._buckets import _BucketAddFile
+    from huggingface_hub._hot_reload.sse_client import SSEClient
+    from huggingface_hub.utils._http import default_client_factory
+    from huggingface_hub.utils._xet import (
+        XET_CONNECTION_INFO_CACHE,
+        XetFileData,
+        refresh_xet_connection_info,
+    )
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
 LONGEST_PAUSE = 10  # seconds; a server may ask for a longer pause, even for hours, and the client would obey

@@ -1,7 +1,7 @@
 """Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
 The patches also end the rollout process when the trainer ends. If that process fails, the trainer's error
-names the cause. `install` skips a patch if this TRL lacks the code to patch (`compat.toml`). Without patches,
+names the cause. `install` skips a patch if this TRL lacks the code to patch (see `hooks`). Without patches,
 TRL needs a GPU that FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
@@ -26,6 +26,7 @@ from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 
 from delta_weight_sync import compat
 from delta_weight_sync.errors import RolloutError
+from delta_weight_sync.trl import hooks
 
 _WORKER: Any = async_rollout_worker.AsyncRolloutWorker
 _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
@@ -38,29 +39,29 @@ _replace = setattr  # tests put `monkeypatch.setattr` here, which undoes the pat
 _ROUNDING = 0.1  # in `_require_same_mask`: 16-bit rounding changes results by 0.01, another mask by 1
 
 
-def install(*needed: str) -> None:
-    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks a feature that is
-    required by `compat.toml` or listed in `needed`."""
-    release = compat.require("trl", *needed)
-    if release.works("without_vllm"):
+def install(*needed: compat.Feature) -> None:
+    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks a feature of `hooks` that
+    is required or listed in `needed`."""
+    compat.require(hooks.FEATURES, *needed)
+    if hooks.WITHOUT_VLLM.works():
         # The rollout worker needs only HTTP, but refuses to start unless vLLM is installed. Remove this once
-        # TRL requires vLLM only in `WeightTransferClient`, the one place that imports it.
+        # TRL requires vLLM only in `WeightTransferClient`, the one place that imports it (upstream/trl/0004).
         _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
-    if release.works("child"):
+    if hooks.CHILD.works():
         # TRL's rollout process does not end if the trainer is killed (kill -9). If that process fails, TRL's
         # errors do not name the cause, and TRL's `stop` may wait forever. Remove this once that process
         # watches its parent and reports all errors, and `stop` does not wait for a dead process.
         _replace(async_rollout_worker, "_child_main", play_rollouts)
         for name, method in (("start", start), ("check_health", check_health), ("stop", stop)):
             _replace(_WORKER, name, method)
-    if release.works("attention"):
+    if hooks.ATTENTION.works():
         from trl.experimental.async_grpo import packing
 
         # Tree packing downloads FlashAttention 3, which works only on some GPUs, and only in 16 bits.
-        # Remove this once TRL uses PyTorch's own attention if the package `kernels` is not installed.
+        # Remove this once TRL uses PyTorch's own attention without the package `kernels` (upstream/trl/0005).
         _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
         # TRL looks up the peak throughput by the name of the GPU, which a CPU does not have. Remove this once
-        # `get_peak_flops_per_device` returns None on a CPU, as it does for an unknown GPU.
+        # `get_peak_flops_per_device` returns None on a CPU, as for an unknown GPU (upstream/trl/0003).
         _replace(async_grpo_trainer, "get_peak_flops_per_device", _peak_flops)
 
 

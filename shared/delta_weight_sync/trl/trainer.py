@@ -1,6 +1,6 @@
 """A subclass of TRL's `AsyncGRPOTrainer` that publishes its weights and resumes from a saved state.
 
-It uses TRL internals; `compat.toml` lists most of them, as "every_rank".
+It uses TRL internals; `hooks.EVERY_RANK` names most of them.
 """
 
 import itertools
@@ -75,7 +75,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
 
     TRL itself skips frozen parameters, gathers sharded parameters, and calls `weight_transfer` only on the
     main rank. So this class overrides `_streaming_iter`. Remove this override once TRL hands each rank's
-    parameters to `WeightTransferProtocol`. The class would then only resume.
+    parameters to `WeightTransferProtocol` (upstream/trl/0001). The class would then only resume.
 
     Args:
         on_sync: Called with what `weights` returns and the sync's number, which is right only on rank 0.

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 from delta_weight_sync import compat
-from delta_weight_sync.errors import CompatibilityError
+from delta_weight_sync.vllm import hooks
 
 METHOD = "delta_weight_sync"  # name of the method that the plugin adds to every vLLM worker: see `worker`
 PAUSE = "DELTA_WEIGHT_SYNC_PAUSE"
@@ -16,12 +16,9 @@ _PR_SET_PDEATHSIG = 1
 def commits_between_steps() -> bool:
     """Whether this vLLM takes commits between two steps. Otherwise the follower pauses vLLM to commit. Raises
     `CompatibilityError` if this vLLM can do neither."""
-    release = compat.examine("vllm")
-    if release.works("in_step") and not compat.is_set(PAUSE):
+    if hooks.IN_STEP.works() and not compat.is_set(PAUSE):
         return True
-    fatal, _ = release.problems("paused")
-    if fatal:
-        raise CompatibilityError(fatal[0])
+    hooks.PAUSED.require()
     return False
 
 

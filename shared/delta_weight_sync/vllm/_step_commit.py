@@ -16,7 +16,7 @@ is in the engine's process, a single call does all three: "stage" with the argum
 arguments of "commit". This call returns a `Future`, so that vLLM's steps go on. Once the preparation is done,
 the engine commits after the current step, and the call's answer has the fields of all three answers.
 
-The module patches vLLM's `EngineCore`; `compat.toml` lists the code that the patch relies on. Before the
+The module patches vLLM's `EngineCore`; `hooks` names the code that the patch relies on. Before the
 first commit, `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results
 elsewhere. The patches upstream/vllm/0001 and 0002 would let vLLM do all this without this module.
 """
@@ -37,9 +37,8 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request
 
-from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError
-from delta_weight_sync.vllm import METHOD, takes_images
+from delta_weight_sync.vllm import METHOD, hooks, takes_images
 
 _RUN = "delta_weight_sync"  # our type of request, made only in this process; its content is a function
 # Our attribute of the engine core: versions of the steps that were running at the last commit, oldest first.
@@ -54,7 +53,7 @@ def install() -> None:
     """Patch this process's `EngineCore`, and the labelling of tokens if this vLLM has it."""
     EngineCore.collective_rpc = _collective_rpc
     EngineCoreProc._handle_client_request = _handle_client_request
-    if compat.examine("vllm").works("labels"):
+    if hooks.LABELS.works():
         EngineCore._attach_weight_version = _label_outputs
 
 

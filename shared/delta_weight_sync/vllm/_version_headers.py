@@ -28,8 +28,8 @@ from fastapi.responses import JSONResponse
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from delta_weight_sync import compat
 from delta_weight_sync.records import Manifest
+from delta_weight_sync.vllm import hooks
 from delta_weight_sync.vllm.engine import TokenVersion
 
 Choices = list[CompletionOutput]
@@ -48,7 +48,7 @@ def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
 
     `serving` returns the version whose weights are live, or None if no version is served.
     """
-    if compat.examine("vllm").works("labels"):
+    if hooks.LABELS.works():
         AsyncLLM.generate = _generate
 
     async def answer(scope: Any, receive: Any, send: Any) -> Any:

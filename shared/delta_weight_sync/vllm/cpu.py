@@ -1,4 +1,4 @@
-"""Patches vLLM's CPU backend, so that it computes from live weights; `compat.toml` lists the patched code.
+"""Patches vLLM's CPU backend, so that it computes from live weights; `hooks` names the patched code.
 
 1. After loading, the backend packs Linears, mostly into an opaque oneDNN handle, and drops the weight. (An LM
    head keeps its weight, but no longer uses it.) So later writes have no effect. `install` makes Linears
@@ -13,6 +13,8 @@
    to import vLLM, and only CUDA needs it. `install` makes vLLM inspect the class in its own process.
 6. vLLM's RMS norm is ten operations, a tenth of a small model's step. `install` makes the norm one kernel.
 
+upstream/vllm/0005 would end 1, 2 and 3; 0006 would end 4; 0007 would end 5. Nothing is proposed for 6.
+
 `self_test` raises an error if patch 1 or 2 has no effect. `routes` refuses a model with packed convolutions.
 """
 
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from delta_weight_sync import compat
+from delta_weight_sync.vllm import hooks
 
 _MANY = 32  # rows of an input; if bf16 is faster for this many, it is faster for any number
 _TILE = 1 << 19  # elements of a weight that are cast to float32 at a time: 2 MiB, which fit into the caches
@@ -44,22 +46,21 @@ def install() -> None:
     global _stock_dispatch
     _stock_dispatch = utils.dispatch_cpu_unquantized_gemm
     utils.dispatch_cpu_unquantized_gemm = _keep_weight_live
-    release = compat.examine("vllm")
-    if release.works("cpu_experts"):
+    if hooks.CPU_EXPERTS.works():
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
         CPUUnquantizedExperts.process_weights_after_loading = _keep_experts_live
         CPUUnquantizedExperts.apply = apply_live_experts
-    if release.works("cpu_convolutions"):
+    if hooks.CPU_CONVOLUTIONS.works():
         from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
         for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu"):
             setattr(gdn_attention, name, from_live_weight(getattr(gdn_attention, name)))
-    if release.works("cpu_seeds"):
+    if hooks.CPU_SEEDS.works():
         GPUModelRunner._bookkeeping_sync = _without_rewinds(GPUModelRunner._bookkeeping_sync)
-    if release.works("cpu_start"):
+    if hooks.CPU_START.works():
         registry._run_in_subprocess = operator.call
-    if release.works("cpu_norms"):
+    if hooks.CPU_NORMS.works():
         from vllm.model_executor.layers.layernorm import RMSNorm
 
         RMSNorm.forward_cpu = norm_in_one_kernel(RMSNorm.forward_native)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError, EngineError, WorkerError
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.vllm import METHOD, commits_between_steps, takes_images
+from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks, takes_images
 from delta_weight_sync.vllm.disk import Dtypes, Shapes
 
 _POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; each poll waits for vLLM's step
@@ -67,10 +67,10 @@ class Engine:
 
     def describe(self) -> str:
         """The release of vLLM, how it takes commits, and the features that it lacks."""
-        release = compat.examine("vllm")
+        name, version = compat.installed(hooks.VLLM)
         how = "between two steps" if commits_between_steps() else "while it is paused"
-        lacking = [f"no {feature.what}" for feature in release.features.values() if feature.missing]
-        return "; ".join((f"{release.package} {release.version}, commits {how}", *lacking))
+        lacking = [f"no {each.what}" for each in hooks.FEATURES if each.applies() and each.missing()]
+        return "; ".join((f"{name} {version}, commits {how}", *lacking))
 
     def alive(self) -> bool:
         """Whether vLLM still answers."""
@@ -163,7 +163,7 @@ class Engine:
     async def _call(self, op: str, **arguments: Any) -> list[dict[str, Any]]:
         """The answers of all workers of all engines; `EngineClient.collective_rpc` asks one engine only."""
         kwargs = {"op": op, **arguments}
-        if compat.examine("vllm").works("engines"):
+        if hooks.ENGINES.works():
             core = self._client.engine_core
             engines = await core.call_utility_all_async("collective_rpc", METHOD, None, (), kwargs)
         elif self._client.vllm_config.parallel_config.data_parallel_size == 1:

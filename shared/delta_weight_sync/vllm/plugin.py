@@ -11,7 +11,7 @@ import sys
 
 from delta_weight_sync import compat
 from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.vllm import METHOD, commits_between_steps, die_with_parent
+from delta_weight_sync.vllm import METHOD, commits_between_steps, die_with_parent, hooks
 
 NAME = "delta_weight_sync"
 _log = logging.getLogger(NAME)
@@ -37,7 +37,9 @@ def register() -> None:
             check(settings_from(os.environ))
         except DeltaWeightSyncError as error:  # one sentence, before this process loads the engine
             sys.exit(f"{NAME}: {error}")
-    release = compat.require("vllm")
+    if parent is None:
+        compat.require(hooks.FEATURES)  # a child imports only what its own patches need
+    hooks.WORKER.require()
     from vllm.v1.worker.worker_base import WorkerBase
 
     from delta_weight_sync.vllm import routes
@@ -49,9 +51,9 @@ def register() -> None:
         from delta_weight_sync.vllm import _step_commit
 
         _step_commit.install()
-    if release.works("derived"):  # for models that keep tensors besides their parameters
+    if hooks.DERIVED.works():  # for models that keep tensors besides their parameters
         routes.install()
-    if "cpu" in release.features:
+    if hooks.CPU.applies():
         from delta_weight_sync.vllm import cpu
 
         cpu.install()

@@ -123,8 +123,8 @@ def test_a_clock_that_is_wrong(world: World, seconds, word):
 
 
 def test_a_trl_that_cannot_be_used(world: World, monkeypatch):
-    monkeypatch.setattr(compat, "examine", lambda package, site=None: compat.Release(package, "", ["1.16"]))
-    assert "trl is not installed; pip install" in problems(world)["versions"]
+    monkeypatch.setattr(compat, "installed", lambda package: compat.Release("trl", ""))
+    assert "trl is not installed: pip install" in problems(world)["versions"]
 
 
 def has_disk(monkeypatch, free: int) -> None:

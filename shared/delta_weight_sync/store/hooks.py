@@ -1,0 +1,21 @@
+"""What `store.hub` needs of huggingface_hub beyond its public interface."""
+
+from delta_weight_sync.compat import Feature, Package, Probe
+
+HUB = Package(("huggingface_hub",), tested=("1.33", "2.4"))
+
+
+def _buckets(probe: Probe) -> None:
+    """`hub` registers many objects in one request, limits the time of requests, and reads the feed.
+    (Public functions for this would end these uses. We have proposed none.)"""
+    probe.accepts("huggingface_hub._buckets", "_BucketAddFile", "source", "destination", "xet_hash")
+    probe.find("huggingface_hub._hot_reload.sse_client", "SSEClient.events")
+    probe.exactly("huggingface_hub.utils._http", "default_client_factory")
+    xet = "huggingface_hub.utils._xet"
+    probe.find(xet, "XET_CONNECTION_INFO_CACHE.clear")
+    probe.exactly(xet, "XetFileData", "file_hash", "refresh_route")
+    probe.accepts(xet, "refresh_xet_connection_info", "file_data", "headers")
+
+
+BUCKETS = Feature(HUB, "buckets on the Hub", _buckets)
+FEATURES: tuple[Feature, ...] = (BUCKETS,)

