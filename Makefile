@@ -120,7 +120,7 @@ locks: $(VENV)/.test
 matrix: $(VENV)/.app $(VENV)/.test
 	$(BIN)/python -m bench.matrix
 
-# Measures speed and size, also of other methods (about 20 minutes): writes bench/results.json and docs/bench-*.svg.
+# Measures the product, also beside other methods (half an hour): writes bench/results.json and docs/bench-pauses.svg.
 .PHONY: bench
 bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python -m bench

@@ -30,7 +30,7 @@ import numpy as np
 
 from env_space.game import Game, Rules, guesses
 from env_space.settings import Settings
-from tests.browser import chromium
+from tests.support.browser import chromium
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

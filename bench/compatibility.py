@@ -21,7 +21,7 @@ from bench import tables
 from bench.published import EXACT, WAYS
 from bench.reloaded import COMPUTED, Found
 from bench.results import ROOT
-from bench.tiny import ARCHITECTURES
+from tests.support.tiny import ARCHITECTURES
 
 if TYPE_CHECKING:  # a program that only prints the tables does not import vLLM
     from bench.followed import Report

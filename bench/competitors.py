@@ -1,4 +1,4 @@
-"""What others send for the same change: the sizes to compare with (`research.original` is another).
+"""What others send for the same change: the sizes to compare with (`bench.original` is another).
 
 gap_zstd      distances between changes in 16 bits and the XOR of old and new bits, in planes of bytes through
               zstd (as NeMo-RL and PULSE do, with the better of their choices)

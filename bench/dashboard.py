@@ -20,7 +20,7 @@ from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
 from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard.page import body
 from inference_space.dashboard.state import RunState
-from tests.browser import chromium, installed
+from tests.support.browser import chromium, installed
 from tests.support.written_run import WrittenRun, long
 
 _VERSIONS, _REPLICAS = 10_000, ("replica-0", "replica-1", "replica-2")

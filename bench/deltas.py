@@ -1,47 +1,60 @@
-"""The data sets: real deltas, deltas from a real model's updates, and those in the shape of Qwen3-0.6B."""
+"""The data sets: deltas from a real model's updates, and those in the shape of Qwen3-0.6B.
 
-import importlib.util
+An update is taken as three kinds of trainers take it, a chunk of elements at a time:
+
+late    an fp32-master trainer after many steps: where a master weight lies among the numbers that round to
+        its bf16 value (its cell) is as good as random
+grid    an fp32-master trainer soon after it loaded a bf16 checkpoint: master weights are near bf16 values
+bf16    a trainer whose only weights are bf16: an update that is less than half a step is lost
+"""
+
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from bench import replay, updates
+from bench import updates
 from bench.change import Change
-from bench.replay import CHUNK, Step, Update
-from bench.results import ROOT
 from bench.shapes import Shapes, qwen_shapes
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Patch
 
-_STORED = ROOT.parent / "shared" / "data" / "deltas"
 LATE, GRID, BF16 = "fp32 master, late", "fp32 master, from bf16", "bf16 weights"
-STEPS: dict[str, Step] = {LATE: replay.late, GRID: replay.grid, BF16: replay.bf16}
+CHUNK = 1 << 20  # elements; what a step needs of them stays in the cache
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def stored() -> Iterator[Change]:
-    """The last step of a real run at two learning rates, where the checkout has it beside it; else none."""
-    if not _STORED.exists():
-        return
-    spec = importlib.util.spec_from_file_location("stored_deltas", _STORED / "load.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for lr in ("1e-05", "3e-06"):
-        *_, (_, old, new) = module.chain("diffused", lr)
-        model = f"13 M weights of SmolLM2-135M, lr {lr}"
-        yield Change(model, LATE, float(lr), *_cut(old, new, module.tensors()))
+@dataclass(frozen=True)
+class Update:
+    """Directions of an optimizer, of any float dtype: the last one, and the sum of those before it."""
+
+    last: torch.Tensor
+    before: torch.Tensor
 
 
-def _cut(
-    old: Bits, new: Bits, tensors: Sequence[tuple[str, list[int]]]
-) -> tuple[dict[str, Bits], list[Patch]]:
-    ends = np.cumsum([int(np.prod(shape)) for _, shape in tensors])[:-1]
-    parts = zip(tensors, np.split(old, ends), np.split(new, ends), strict=True)
-    cut = {name: (a.reshape(shape), b.reshape(shape)) for (name, shape), a, b in parts}
-    return {name: a for name, (a, _) in cut.items()}, [codec.diff(name, *pair) for name, pair in cut.items()]
+Step = Callable[[torch.Tensor, Update, float], Pair]
+"""(bf16 weights, update, learning rate) -> bf16 weights before and after the step."""
+
+
+def late(weights: torch.Tensor, update: Update, lr: float) -> Pair:
+    """Step of master weights that are uniform within their cells."""
+    master = weights.float() + (torch.rand(weights.shape) - 0.5) * cell(weights)
+    return master.bfloat16(), (master - lr * update.last.float()).bfloat16()
+
+
+def grid(weights: torch.Tensor, update: Update, lr: float) -> Pair:
+    """Step of master weights that were bf16 weights a few steps ago."""
+    master = weights.float() - lr * update.before.float()
+    return master.bfloat16(), (master - lr * update.last.float()).bfloat16()
+
+
+def bf16(weights: torch.Tensor, update: Update, lr: float) -> Pair:
+    """Step of weights that are rounded to bf16 each time."""
+    return weights, (weights.float() - lr * update.last.float()).bfloat16()
+
+
+STEPS: dict[str, Step] = {LATE: late, GRID: grid, BF16: bf16}
 
 
 def smollm2(trainer: str = LATE, share: float = 0.01) -> Change:
@@ -49,12 +62,12 @@ def smollm2(trainer: str = LATE, share: float = 0.01) -> Change:
     torch.manual_seed(2)
     weights, last, before = updates.weights(), updates.last(), updates.before_last()
     step = STEPS[trainer]
-    lr = replay.rate_for(share, step, _thinned(weights), Update(_thinned(last), _thinned(before)))
+    lr = rate_for(share, step, _thinned(weights), Update(_thinned(last), _thinned(before)))
     old, patches = {}, []
     for name in weights:
         update = Update(last[name].view(-1), before[name].view(-1))
         pair = step(weights[name].view(-1), update, lr)
-        old[name], patch = replay.difference(name, tuple(weights[name].shape), [pair])
+        old[name], patch = difference(name, tuple(weights[name].shape), [pair])
         patches.append(patch)
     return Change("SmolLM2-135M", trainer, lr, old, patches)
 
@@ -63,12 +76,12 @@ def qwen(trainer: str = LATE, share: float = 0.01, shapes: Shapes | None = None)
     """Weights N(0, 0.02) in the shapes of Qwen3-0.6B, updates drawn from real ones; `share` of it changes."""
     torch.manual_seed(3)
     pool, step = _pool(), STEPS[trainer]
-    lr = replay.rate_for(share, step, *_drawn(pool, 4 * CHUNK))
+    lr = rate_for(share, step, *_drawn(pool, 4 * CHUNK))
     old, patches = {}, []
     for name, shape in (shapes or qwen_shapes()).items():
         numel = math.prod(shape)
         sizes = [CHUNK] * (numel // CHUNK) + [numel % CHUNK]
-        old[name], patch = replay.difference(name, shape, [step(*_drawn(pool, size), lr) for size in sizes])
+        old[name], patch = difference(name, shape, [step(*_drawn(pool, size), lr) for size in sizes])
         patches.append(patch)
     return Change("Qwen3-0.6B-shaped", trainer, lr, old, patches)
 
@@ -87,3 +100,35 @@ def _thinned(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _pool() -> torch.Tensor:
     """A sample of the real updates, fp32."""
     return _thinned(updates.last()).float()
+
+
+def cell(weights: torch.Tensor) -> torch.Tensor:
+    """Distance from each bf16 number to the next one in its octave: fp32, zero for zeros and subnormals."""
+    exponent = weights.view(torch.int16) & 0x7F80
+    return exponent.view(torch.bfloat16).float() * 2.0**-7
+
+
+def difference(name: str, shape: tuple[int, ...], chunks: list[Pair]) -> tuple[Bits, Patch]:
+    """(old bits, patch) of a tensor from the flat bf16 chunks before and after a step."""
+    old, new = (
+        torch.cat(side).view(torch.uint16).numpy().reshape(shape) for side in zip(*chunks, strict=True)
+    )
+    return old, codec.diff(name, old, new)
+
+
+def share_of_changes(step: Step, weights: torch.Tensor, update: Update, lr: float) -> float:
+    """Share of elements whose bits a step changes."""
+    old, new = step(weights, update, lr)
+    return float((old.view(torch.int16) != new.view(torch.int16)).float().mean())
+
+
+def rate_for(share: float, step: Step, weights: torch.Tensor, update: Update) -> float:
+    """The learning rate at which a step changes `share` of these weights, by bisection."""
+    low, high = 1e-9, 1.0
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        if share_of_changes(step, weights, update, middle) < share:
+            low = middle
+        else:
+            high = middle
+    return (low * high) ** 0.5

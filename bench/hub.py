@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bench.notice import Followers, following
+from bench.followers import Followers, following
 from bench.results import ROOT, Results
 from bench.tables import hub_table
 from delta_weight_sync.checkpoint import read_bits
@@ -113,8 +113,8 @@ def _versions(
     with Publisher(RUN, POLICY) as publisher:
         publisher.publish(live.items())
         publisher.flush()
-        with following(count, RUN, "stage", HF_TOKEN=READER) as followers:
-            followers.known(0)
+        with following(count, RUN, HF_TOKEN=READER) as followers:
+            followers.staged(0)
             time.sleep(2.0)  # until all have connections, where there are events
             hub.fault(match="^(?!.*/events).*", delay=latency)
             for version in range(1, versions + WARM + 1):
@@ -133,7 +133,7 @@ def _versions(
 def _measured(
     hub: HubSim, followers: Followers, version: int, started: float, flushed: float
 ) -> tuple[Part, Part]:
-    staged = max(staged for _, _, staged in followers.known(version))
+    staged = max(followers.staged(version))
     requests = [Request(*line) for line in hub.times()]
     theirs = [one for one in requests if one.token == READER or "/cas-bridge/" in one.line]
     there = max(one.end for one in requests if one.line.endswith("/batch") and one.end < flushed)

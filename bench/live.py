@@ -19,7 +19,7 @@ from typing import Any
 from bench import deltas, updates
 from bench.change import Change
 from bench.live_server import LiveServer, throughput
-from bench.research.original import write as write_original
+from bench.original import write as write_original
 from bench.results import SCRATCH, Results
 from delta_weight_sync.checkpoint import WEIGHTS, write_bits
 from delta_weight_sync.digest import state_digest, to_hex

@@ -3,23 +3,23 @@
 The model goes back and forth between the two states of a change, so that every round finds the same work.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 
-from bench import competitors
+from bench import competitors, original
 from bench.change import Change
 from bench.competitors import Tensors
-from bench.research import original
 from bench.results import SCRATCH
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest
-from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
+from delta_weight_sync.publish.mirror import Mirror
 from delta_weight_sync.vllm import memory, worker
 from delta_weight_sync.vllm.memory import Changes, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
+from tests.support.mirrors import find, whole_parts
 
 Format = Encoding | Literal["original"]
 
@@ -95,19 +95,6 @@ class Model:
         bits = self.mirror.bits(name).copy()
         codec.apply(codec.inverse(self._pending[name]), bits)
         return bits
-
-
-def find(mirror: Mirror, parts: Iterable[Part]) -> Found:
-    """What changed in the parts since the last sync."""
-    search = mirror.search()
-    for part in parts:
-        search.add(part)
-    return search.found()
-
-
-def whole_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Part]:
-    """What one process compares of its parameters: all of them."""
-    return (Part(name, tensor, Block.whole(tensor.shape), True) for name, tensor in tensors)
 
 
 class Reader:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from bench import tiny
 from delta_weight_sync import Publisher, follow, open_run
 from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.reader import RunReader
+from tests.support import tiny
 
 EXACT = "exact"  # the best verdict
 _TOWER = re.compile("visual|vision|audio")  # a name with this part is of a tower that is usually frozen

@@ -70,6 +70,5 @@ def _receiving(reader: Reader) -> dict[str, Work]:
 
 
 def _sets() -> Iterator[Change]:
-    yield from deltas.stored()
     for trainer in (deltas.LATE, deltas.BF16):
         yield deltas.smollm2(trainer)

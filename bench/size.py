@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from bench import competitors, deltas
+from bench import competitors, deltas, original
 from bench.change import Change
-from bench.research import original
-from bench.research.entropy import limits
 from bench.results import Results
 from bench.shapes import qwen_shapes
 from delta_weight_sync.codec import Encoding
+from tests.support.entropy import limits
 
 _LEVELS: tuple[Encoding, ...] = ("fast", "small")
 
@@ -65,7 +64,6 @@ def adapters() -> list[dict[str, Any]]:
 
 
 def _sets() -> Iterator[Change]:
-    yield from deltas.stored()
     for trainer in (deltas.LATE, deltas.GRID, deltas.BF16):
         yield deltas.smollm2(trainer)
     for trainer in (deltas.LATE, deltas.BF16):

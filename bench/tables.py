@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench import links
 from bench.results import Results
 from delta_weight_sync.util import size_text
 
@@ -113,78 +112,12 @@ def parts(results: Results) -> str:
     return table(["part", "Qwen3-0.6B-shaped, 1 %", "GB/s of model"], rows)
 
 
-def profile(results: Results) -> str:
-    """What bounds encoding small."""
-    section = results["speed"]["profile"]
-    rows = []
-    for side in ("encode", "decode"):
-        total = section[side]["total"]
-        shares = ", ".join(
-            f"{part} {seconds / total:.0%}"
-            for part, seconds in sorted(section[side].items(), key=lambda item: -item[1])
-            if part != "total" and seconds / total >= 0.01
-        )
-        rows.append([side, f"{total:.2f} s", f"{section['walk_alone'][f'{side}_gb_s']:.1f} GB/s", shares])
-    return table(["small", "time", "speed of the walk alone", "shares of the time"], rows)
-
-
-def growth(results: Results) -> str:
-    """Bytes and speeds by share of changes, then by size of the model."""
-    rows = [*results["growth"]["changes"], *results["growth"]["size"]]
-    return table(
-        [
-            "weights",
-            "changed",
-            "small, B",
-            "limit",
-            "fast, B",
-            "limit",
-            "encode small",
-            "decode small",
-            "encode fast",
-            "decode fast",
-        ],
-        [_growth_row(row) for row in rows],
-    )
-
-
-def _growth_row(row: dict[str, Any]) -> list[str]:
-    levels = (("small", "by_exponent"), ("fast", "independent"))
-    sizes = [
-        f"{x:.3f}" for encoding, limit in levels for x in (row["per_change"][encoding], row["limits"][limit])
-    ]
-    works = [f"{work} {encoding}" for encoding in ("small", "fast") for work in ("encode", "decode")]
-    speeds = [f"{row['parts'][work]['median_gb_s']:.1f} GB/s" for work in works]
-    return [f"{row['elements'] / 1e6:.0f} M", f"{row['share']:.2%}", *sizes, *speeds]
-
-
-def sync_time(results: Results) -> str:
-    """Seconds of a whole sync by link; the fastest in bold."""
-    section = results["links"]
-    rows = []
-    for way in section["bytes"]:
-        seconds = [
-            (f"{section['seconds'][f'{link}'][way]:.2f} s", section["fastest"][f"{link}"])
-            for link in links.LINKS
-        ]
-        rows.append([way, *(f"**{text}**" if best == way else text for text, best in seconds)])
-    return table(["one sync, Qwen3-0.6B-shaped, 1 %", *(f"{link:,} MB/s" for link in links.LINKS)], rows)
-
-
 def memory(results: Results) -> str:
     """The publisher's peak."""
     measured = {encoding: results["memory"][encoding] for encoding in ("fast", "small")}
     rows = [[f"publisher, {encoding}", f"{row['extra_mib']} MiB"] for encoding, row in measured.items()]
     mirror = f"the mirror of {measured['fast']['model_mib']} MiB"
     return table([f"peak, without parameters and {mirror}", ""], rows)
-
-
-def threads(results: Results) -> str:
-    """What the second thread brings."""
-    measured = results["threads"]["times_as_fast_with_two"]
-    return table(
-        ["two threads against one", *measured], [["times as fast", *(f"{x:.2f}" for x in measured.values())]]
-    )
 
 
 def dashboard(results: Results) -> str:
@@ -203,15 +136,6 @@ def dashboard(results: Results) -> str:
     ]
     rows.append(["reading the whole log, once", f"{section['first_reading_s']:.1f} s", ""])
     return table([f"{section['versions']:,} versions, 3 replicas", "median", "worst"], rows)
-
-
-def targets(results: Results) -> str:
-    """Every target and what was measured."""
-    marks = {True: "met", False: "**missed**", None: "unmeasured"}
-    return table(
-        ["target", "bound", "measured", ""],
-        [[t["text"], t["bound"], _figure(t["figure"]), marks[t["met"]]] for t in results["targets"]],
-    )
 
 
 def joining(results: Results) -> str:
@@ -339,10 +263,6 @@ def _rival_row(row: dict[str, Any]) -> list[str]:
     return cells
 
 
-def _figure(figure: float | None) -> str:
-    return "" if figure is None else f"{figure:.3g}"
-
-
 TABLES = {
     "machine": machine,
     "size": size,
@@ -350,16 +270,11 @@ TABLES = {
     "speed": speed,
     "rival": rival,
     "parts": parts,
-    "profile": profile,
-    "growth": growth,
-    "links": sync_time,
     "joining": joining,
     "background": background,
     "memory": memory,
     "hub": hub,
     "live": live,
     "cpu": cpu,
-    "threads": threads,
     "dashboard": dashboard,
-    "targets": targets,
 }

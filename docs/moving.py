@@ -18,7 +18,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from tests.browser import chromium
+from tests.support.browser import chromium
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = (0, 6, 12, 18)

@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from delta_weight_sync.store import open_bucket
-from tests.browser import chromium
+from tests.support.browser import chromium
 from tests.support.dashboard import RecordedControls, dashboard
 
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic: limits, sizes of competitors, links, percentiles, and the README's places."""
+"""The benchmark's arithmetic: limits, sizes of competitors, percentiles, and the marked places of pages."""
 
 import math
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from bench import competitors, links, readme, replay, tables, targets, timing
+from bench import competitors, deltas, original, readme, results, tables, timing
 from bench.change import Change
-from bench.research import original
-from bench.research.entropy import limits as entropy_limits
 from bench.shapes import qwen_shapes
 from delta_weight_sync import codec
+from docs.run import pages
+from tests.support.entropy import limits as entropy_limits
 
 
 def change(share: float, numel: int = 1 << 18, seed: int = 0) -> Change:
@@ -75,16 +75,16 @@ def test_the_shapes_of_qwen3():
 def test_the_learning_rate_that_changes_a_given_share():
     torch.manual_seed(0)
     weights = (0.02 * torch.randn(1 << 16)).bfloat16()
-    update = replay.Update(torch.randn(1 << 16), torch.randn(1 << 16))
-    for step in (replay.late, replay.grid, replay.bf16):
-        lr = replay.rate_for(0.05, step, weights, update)
-        assert replay.share_of_changes(step, weights, update, lr) == pytest.approx(0.05, rel=0.1)
+    update = deltas.Update(torch.randn(1 << 16), torch.randn(1 << 16))
+    for step in (deltas.late, deltas.grid, deltas.bf16):
+        lr = deltas.rate_for(0.05, step, weights, update)
+        assert deltas.share_of_changes(step, weights, update, lr) == pytest.approx(0.05, rel=0.1)
 
 
 def test_master_weights_of_a_late_step_round_to_bf16_weights_of_the_same_octave():
     torch.manual_seed(0)
     weights = (0.02 * torch.randn(1 << 16)).bfloat16()
-    old, new = replay.late(weights, replay.Update(torch.zeros(1 << 16), torch.zeros(1 << 16)), 1.0)
+    old, new = deltas.late(weights, deltas.Update(torch.zeros(1 << 16), torch.zeros(1 << 16)), 1.0)
     assert torch.equal(old, new), "no update, no change"
     assert (old.view(torch.int16) - weights.view(torch.int16)).abs().max() <= 1
 
@@ -99,27 +99,11 @@ def test_competitors_take_turns_and_the_first_round_does_not_count():
     assert timing.summary([2.0, 4.0], int(8e9))["best_gb_s"] == 4.0
 
 
-def test_a_sync_is_its_parts_and_its_bytes_over_the_link():
-    lean, quick = (1.0, 50_000_000), (0.5, 100_000_000)
-    assert links.time(lean, 100.0) == 1.5
-    assert links.crossover(lean, quick) == 100.0
-    assert links.time(lean, 100.0) == links.time(quick, 100.0)
-    assert links.crossover(quick, lean) is None
-
-
 def test_percentiles_are_values_that_were_measured():
     from bench.live import percentiles
 
     assert percentiles([n / 1000 for n in range(1, 101)]) == {"p50": 50.0, "p99": 99.0}
     assert percentiles([0.007]) == {"p50": 7.0, "p99": 7.0}
-
-
-def test_a_target_that_was_not_measured_is_neither_met_nor_missed():
-    checked = targets.check({"dashboard": {"unmeasured": "no Chromium"}})
-    assert all(target["met"] is None for target in checked)
-    figures = {"refresh_ms": {"worst": 301.0}, "first_paint_ms": {"worst": 9.0}}
-    measured = targets.check({"dashboard": figures})
-    assert [target["met"] for target in measured if target["figure"] is not None] == [False, True]
 
 
 def test_a_rival_that_was_not_measured_has_no_figures():
@@ -139,6 +123,12 @@ def test_marked_places_of_the_readme_are_written_and_nothing_else():
     assert readme.fill(filled, {}, {"size": lambda results: "new"}) == filled
     with pytest.raises(ValueError, match="no table 'size'"):
         readme.fill(text, {}, {})
+
+
+def test_measured_figures_are_those_of_the_benchmark():
+    """`python -m bench.readme` writes the marked places again."""
+    for path, name in pages():
+        assert readme.fill(path.read_text(), results.read()) == path.read_text(), f"{name} has older figures"
 
 
 def test_patches_survive_the_file(tmp_path):

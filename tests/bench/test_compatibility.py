@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from bench import compatibility, published, tiny
+from bench import compatibility, published
 from bench.published import WAYS, different, same
 from bench.reloaded import Difference, compare
+from tests.support import tiny
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"  # a buffer in float32
 MODEL, _, _, MASTERS, FROZEN = (way.column for way in WAYS)

@@ -133,7 +133,7 @@ def _play(setting: Setting, keys: dict[str, str], rng: Random, folder: Path, tal
     with STORES[setting.store](folder) as (url, environ, hub):
         base = folder / "base" if "vllm" in setting.cast.values() else None
         if base:  # made by another process: transformers leaves a thread behind
-            command = [sys.executable, "-m", "bench.tiny_policy", str(base)]
+            command = [sys.executable, "-m", "tests.support.tiny_policy", str(base)]
             subprocess.run(command, check=True, capture_output=True)
         while tally.goes_on(goal):
             where = Path(tempfile.mkdtemp(dir=folder))

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.research.entropy import limits
 from delta_weight_sync import codec
 from delta_weight_sync.errors import CodecError
+from tests.support.entropy import limits
 
 LEVELS = ("fast", "small")
 State = dict[str, np.ndarray]

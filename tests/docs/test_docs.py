@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench import readme, results
 from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.vllm.server import Settings as Follows
 from docs.run import PageError, blocks, check, pages
@@ -94,12 +93,6 @@ def test_what_is_not_run_is_listed_with_its_reason(tmp_path):
 def test_a_page_that_would_not_be_checked_is_refused(tmp_path, text, fix):
     with pytest.raises(PageError, match=fix):
         page(tmp_path, text)
-
-
-def test_measured_figures_are_those_of_the_benchmark():
-    """`python -m bench.readme` writes the marked places again."""
-    for path, name in pages():
-        assert readme.fill(path.read_text(), results.read()) == path.read_text(), f"{name} has older figures"
 
 
 def test_messages_of_the_troubleshooting_page_are_what_programs_say():

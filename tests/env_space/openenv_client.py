@@ -15,8 +15,8 @@ from openenv.cli.__main__ import app as openenv_command
 from openenv.core.generic_client import GenericEnvClient
 from typer.testing import CliRunner
 
-from bench import env_load as load
 from env_space.game import feedback
+from tests.env_space.players import OpenEnvPlayer, play_together
 
 
 class WordleEnv:
@@ -85,7 +85,7 @@ def main():
         "trl": trl_game(url, words),
         "validate_url": command("validate", "--url", url),
         "validate_folder": command("validate", folder, "--level", "static"),
-        "load": asyncio.run(load.run(url, "ws", games=64, seconds=0)),
+        "errors": asyncio.run(play_together(OpenEnvPlayer, url, games=64)),
     }
     print(json.dumps(seen))
 

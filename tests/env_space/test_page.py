@@ -9,8 +9,8 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import shows_scheme, watched_page
 from tests.env_space.service import BRIDE, sentence, service, space
+from tests.support.browser import shows_scheme, watched_page
 from tests.support.http_server import answering
 
 MARKS = re.compile(r"^[-+?]{5}$")

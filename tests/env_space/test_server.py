@@ -14,10 +14,10 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 
-from bench import env_load as load
 from env_space import app as service
 from env_space.app import LIMITS, SETUP, create_app, server_options
 from env_space.settings import Settings
+from tests.env_space.players import HttpPlayer, play_together
 from tests.env_space.service import PATIENCE_S, Space, space
 from tests.support import waiting
 from tests.support.serving import serving
@@ -86,9 +86,7 @@ def test_a_stop_lets_the_request_in_hand_finish_and_is_quick(tmp_path):
 
 def test_many_games_at_once_over_plain_http(tmp_path):
     with space(tmp_path, WORDLE_MAX_SESSIONS="128") as running:
-        report = asyncio.run(load.run(running.url, "http", games=128, seconds=0))
-    assert (report["errors"], report["first_errors"]) == (0, [])
-    assert report["games"] == 128
+        assert asyncio.run(play_together(HttpPlayer, running.url, games=128)) == []
 
 
 def test_a_wrong_setting_stops_the_start_with_a_sentence(tmp_path):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from bench.model import find, whole_parts
 from delta_weight_sync import codec, digest
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.gpu import used
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
 from tests.gpu.interpreted import Operations, interpreted, kernels
+from tests.support.mirrors import find, whole_parts
 
 publish_gpu = interpreted("delta_weight_sync.publish._gpu")
 __all__ = ["kernels"]

@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench import results
 from delta_weight_sync import Publisher, codec, cost, store
 from delta_weight_sync.cost import Plan, Question, RunFiles
 from delta_weight_sync.errors import ObjectMissingError, ProtocolError
@@ -35,7 +34,7 @@ from tests.support.parted import parted
 from tests.support.real_run import RUN, Drifting
 from tests.support.waiting import PATIENCE_S
 
-MEASURED = results.read()
+MEASURED = json.loads((Path(__file__).parents[2] / "bench" / "results.json").read_text())
 TRAINERS = {"fp32 master, late": "fp32", "fp32 master, from bf16": "fp32-start", "bf16 weights": "bf16"}
 SETS = [(s["model"], TRAINERS[s["trainer"]], s) for s in MEASURED["size"]["sets"]]
 GROWTH = [*MEASURED["growth"]["changes"], *MEASURED["growth"]["size"]]

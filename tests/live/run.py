@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench import tiny_policy as tiny
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 from tests.live.replica import Replica
+from tests.support import tiny_policy as tiny
 from tests.support.held import held
 from tests.support.records import WRITER
 

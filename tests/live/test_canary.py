@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.research.canary import LIMIT, compare
 from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.reader import RunReader
 from tests.live.replica import KEY, Replica
 from tests.live.run import Trainer, update
+from trainer.canary import LIMIT, compare
 
 pytestmark = pytest.mark.live
 

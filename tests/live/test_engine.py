@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import tiny_policy as tiny
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.vllm import hooks
+from tests.support import tiny_policy as tiny
 
 BLOCK = 32
 ENVIRONMENT = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.tiny import ARCHITECTURES, write
+from tests.support.tiny import ARCHITECTURES, write
 from trainer.demo.processes import free_port
 
 pytestmark = pytest.mark.live

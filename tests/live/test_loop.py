@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import tiny_policy as tiny
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import DoneEvent, RunLogReader, StepEvent
 from delta_weight_sync.store import open_bucket
 from tests.live.replica import Replica
+from tests.support import tiny_policy as tiny
 from tests.support.waiting import soon
 
 pytestmark = [pytest.mark.live, pytest.mark.long]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import tiny_policy
 from delta_weight_sync import Publisher, follow
 from tests.live.replica import greedy, served
+from tests.support import tiny_policy
 from tests.support.models import build, loads_as, save, train
 
 pytestmark = [pytest.mark.live, pytest.mark.long]  # vLLM starts twice for each model

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from bench.model import find
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.publish import mirror as module
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 from tests.gpu.interpreted import forced
+from tests.support.mirrors import find
 
 ODD = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 3.0])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from bench.hybrids import DELTA_NET
+from tests.support.hybrids import DELTA_NET
 
 SIZE: dict[str, Any] = {
     "vocab_size": 128,

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench import tiny_policy as tiny
 from delta_weight_sync import Publisher
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
+from tests.support import tiny_policy as tiny
 
 
 def write_run(url: str, base: Path, versions: int, run: str = "test", drift: float = 1e-4) -> list[str]:

@@ -21,9 +21,9 @@ from unittest import mock
 
 import torch
 
-from bench import tiny_policy as tiny
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.store._files import FileBucket
+from tests.support import tiny_policy as tiny
 from tests.support.recorded import BATCH, Recorded, cpu_config
 from trainer import resume, rollouts, train
 from trainer.settings import Settings

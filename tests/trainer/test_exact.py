@@ -20,11 +20,11 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
-from bench import tiny_policy as tiny
 from delta_weight_sync import Publisher, open_bucket, open_run
 from delta_weight_sync.runlog import RunLogReader, StepEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
+from tests.support import tiny_policy as tiny
 from tests.support.recorded import Recorded, cpu_config
 from tests.support.trainer_lives import one_by_one
 from trainer import exact, rollouts, train

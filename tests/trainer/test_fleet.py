@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import pytest
 from transformers import AutoTokenizer
 
-from bench.research.tokens import WordleTokens
 from tests.support.http_server import Request, answering
 from tests.support.waiting import PATIENCE_S, soon
 from tests.trainer.test_rollouts import TOKENIZER, Game, named, rollout_loop
+from trainer.policies.tokens import WordleTokens
 from trainer.rollouts import Router
 from trainer.spaces import Fleet, SpacesUnavailableError
 

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response
 
 import trainer.policies
-from bench.research.held_out import Reply, _Turns, play
-from bench.research.tokens import CALL, LETTERS, TURN_TOKENS, WordleTokens, build_wordle_tokenizer
 from env_space import game as env
 from env_space.game import Rules
 from env_space.settings import Settings
 from trainer.policies import smollm2
+from trainer.policies.held_out import Reply, _Turns, play
+from trainer.policies.tokens import CALL, LETTERS, TURN_TOKENS, WordleTokens, build_wordle_tokenizer
 
 WORDS = ["crane", "eerie", "speed", "there", "abide"]
 

@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 import trainer.policies
-from bench.research.tokens import WordleTokens
 from delta_weight_sync import RolloutError
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import Progress, TrainedGroups
@@ -30,6 +29,7 @@ from inference_space.gate import Completions
 from tests.support.http_server import Request, answering
 from tests.support.waiting import PATIENCE_S
 from trainer import rollouts
+from trainer.policies.tokens import WordleTokens
 from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
 from trainer.spaces import Fleet
 from trainer.tasks import Task

@@ -13,13 +13,13 @@ import httpx
 import pytest
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from bench import tiny_policy as tiny
-from bench.research.tokens import build_tokenizer
 from env_space.app import create_app
 from env_space.settings import Settings
+from tests.support import tiny_policy as tiny
 from tests.support.http_server import Request, answering
 from tests.support.serving import serving
 from trainer.demo.processes import Processes, free_port
+from trainer.policies.tokens import build_tokenizer
 from trainer.settings import Settings as TrainerSettings
 from trainer.tasks import make_task, reverse_text
 from trainer.tasks.wordle import GameLostError, WordleEnv, make_dataset

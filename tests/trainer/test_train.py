@@ -23,13 +23,13 @@ from transformers import Qwen3Config
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from bench import tiny_policy as tiny
 from delta_weight_sync import gpu_build, open_run
 from delta_weight_sync.publish.states import usable_states
 from delta_weight_sync.runlog import DoneEvent, RunLogReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import Progress
+from tests.support import tiny_policy as tiny
 from tests.support.trainer_lives import live
 from trainer import memory
 from trainer.resume import SaveState

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from playwright.sync_api import Browser, Page, Route, expect
 
 from delta_weight_sync.store import open_bucket
-from tests.browser import PATIENCE_S, watched_page, with_node
+from tests.support.browser import PATIENCE_S, watched_page, with_node
 from tests.support.http_server import Request, answering
 from tests.support.hubsim import HubSim
 from tests.support.real_run import RUN, Drifting

@@ -1,1 +1,1 @@
-"""Small policies that need no model hub: a checkpoint for Wordle, and SmolLM2 from an installed package."""
+"""Small policies that need no model hub: Wordle's and SmolLM2's, what built them, and what measures them."""

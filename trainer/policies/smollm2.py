@@ -4,7 +4,7 @@
 
 The package has the weights as a 4-bit GGUF file. This module dequantizes them and writes a bf16 checkpoint
 folder that transformers, vLLM and TRL load; the result is less exact than the original bf16 weights. With
-`--taught`, it also adds a weight change, learned from a task's answers by `bench.research.imitation`.
+`--taught`, it also adds a weight change, learned from a task's answers by `trainer.policies.imitation`.
 """
 
 import argparse

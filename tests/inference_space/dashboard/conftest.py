@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from delta_weight_sync.store import Bucket, open_bucket
-from tests.browser import PATIENCE_S
+from tests.support.browser import PATIENCE_S
 from tests.support.dashboard import dashboard
 from tests.support.real_run import RealRun, Shown
 from tests.support.waiting import soon

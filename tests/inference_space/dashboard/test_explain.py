@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, expect
 from delta_weight_sync.util import size_text, time_text
 from inference_space.dashboard.html import STATIC
 from inference_space.dashboard.views import EXAMPLE, LINK, Facts, scene
-from tests.browser import PATIENCE_S
+from tests.support.browser import PATIENCE_S
 from tests.support.records import manifest_of
 
 if TYPE_CHECKING:

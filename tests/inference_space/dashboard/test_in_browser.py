@@ -24,8 +24,8 @@ from delta_weight_sync.util import count_text, size_text
 from docs.screenshots import READY, open_view
 from inference_space.dashboard import export as exporting
 from inference_space.dashboard.export import export
-from tests.browser import PATIENCE_S, shows_scheme, watched_page, with_node
 from tests.inference_space.dashboard.test_state import GAMES
+from tests.support.browser import PATIENCE_S, shows_scheme, watched_page, with_node
 from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard
 from tests.support.real_run import KINDS, Drifting, games
 from tests.support.written_run import FULL, TOTAL, digest_of

@@ -28,9 +28,9 @@ from inference_space.dashboard.page import Owner, first_paint, guarded, insert, 
 from inference_space.dashboard.state import Progress
 from inference_space.dashboard.views import PAGE, OpenedDelta, inside
 from inference_space.settings import SETUP
-from tests.browser import PATIENCE_S
 from tests.inference_space.dashboard.test_data import real_run
 from tests.inference_space.dashboard.test_state import progress
+from tests.support.browser import PATIENCE_S
 from tests.support.dashboard import KEY, RecordedControls, mounted
 from tests.support.records import commit, manifest_of, status, sync
 

@@ -10,7 +10,6 @@ import pytest
 import zstandard
 from safetensors.numpy import save
 
-from bench import learned
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.codec._file import DELTA_FORMAT, MAX_HEADER
@@ -169,10 +168,3 @@ def test_a_layer_of_thousands_of_digits_is_a_name_and_names_fill_no_page(tmp_pat
     page = inside(open_delta([claiming(tmp_path, [[n, [1], 1, 0] for n in names])]))
     assert "outside the layers" in page
     assert len(page) < 50_000
-
-
-def test_the_page_of_what_was_learned_is_that_of_its_figures(tmp_path, monkeypatch) -> None:
-    page = learned.PAGE.read_text()
-    monkeypatch.setattr(learned, "PAGE", tmp_path / "learned.html")
-    learned.main()
-    assert learned.PAGE.read_text() == page

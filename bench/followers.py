@@ -1,21 +1,24 @@
-"""Followers without vLLM, for `bench.notice` and `bench.hub`: `bench.notice_followers COUNT RUN [stage]`.
+"""Followers without vLLM, in a process of their own: `python -m bench.followers COUNT RUN`.
 
-Prints its port. `POST /<n>/delta_weight_sync/poke` pokes the follower n, `GET /` says of each one when it
-began to look, found and staged each version (unix seconds). With `stage` a follower also does what a worker
-of a replica does: it keeps live weights, fetches each delta, decodes it, finds its places, computes the
-digest that will result, and writes. It ends with its standard input.
+A follower does what a worker of a replica does: it keeps live weights, fetches each delta, decodes it, finds
+its places, computes the digest that will result, and writes. The process prints its port, and `GET /` says
+for each follower when it had staged each version (unix seconds). It ends with its standard input.
 """
 
-import functools
+import contextlib
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import torch
 
 from delta_weight_sync.checkpoint import Bits
@@ -26,6 +29,40 @@ from delta_weight_sync.records import POLL_S, Manifest
 from delta_weight_sync.vllm.worker import Ranks, commit
 from delta_weight_sync.watch import Watcher
 from tests.support.live_weights import live
+
+_PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Followers:
+    """Where a process of followers answers."""
+
+    port: int
+
+    def staged(self, version: int) -> list[float]:
+        """When each of them had staged `version`, once all have."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            said = httpx.get(f"http://127.0.0.1:{self.port}/").json()
+            if all(str(version) in one for one in said):
+                return [one[str(version)] for one in said]
+            time.sleep(0.2)
+        raise TimeoutError(f"not every follower had staged version {version} after {_PATIENCE_S:.0f} s")
+
+
+@contextlib.contextmanager
+def following(count: int, url: str, **environment: str) -> Iterator[Followers]:
+    """So many followers of the run at `url`, with these environment variables."""
+    command = [sys.executable, "-m", "bench.followers", str(count), url]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=os.environ | environment, stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        assert process.stdout
+        try:
+            yield Followers(int(process.stdout.readline()))
+        finally:
+            process.kill()
 
 
 class Plain(torch.nn.Module):
@@ -48,63 +85,50 @@ class Plain(torch.nn.Module):
 
 
 class Following(threading.Thread):
-    """Does what a replica does until it knows a version, or has staged it."""
+    """Does what a replica does until it has staged a version, and then commits it."""
 
-    def __init__(self, url: str, *, stages: bool) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self.reader, self.stages, self.held = open_run(url), stages, None
-        self.watcher, self.known = Watcher(self.reader), dict[int, tuple[float, float, float]]()
+        self.reader, self.held = open_run(url), None
+        self.watcher, self.staged = Watcher(self.reader), dict[int, float]()
 
     def run(self) -> None:
         """For ever."""
         with tempfile.TemporaryDirectory() as folder:
             while True:
-                began = time.time()
                 try:
-                    self.watcher.check(functools.partial(self._know, began, Path(folder)))
+                    self.watcher.check(lambda manifest: self._take(manifest, Path(folder)))
                 except DeltaWeightSyncError as error:
                     print(error, file=sys.stderr)
                 self.watcher.wait(POLL_S)
 
-    def _know(self, began: float, folder: Path, manifest: Manifest) -> None:
-        found = time.time()
-        staged = self._take(manifest, folder) if self.stages else found
-        self.known.setdefault(manifest.version, (began, found, staged))
-
-    def _take(self, manifest: Manifest, folder: Path) -> float:
+    def _take(self, manifest: Manifest, folder: Path) -> None:
         if self.held is None:
             state = self.reader.checkout(manifest, folder)
             self.live = live(Plain(state), {name: bits.shape for name, bits in state.items()})
             self.live.digest()
             self.held = manifest
-            return time.time()
+            self.staged.setdefault(manifest.version, time.time())
+            return
         _, deltas = self.reader.recipe(manifest, self.held.version)
         paths = [self.reader.fetch(delta, folder) for delta in deltas]
         ready = self.live.stage(paths, int(self.held.digest, 16))
         staged = time.time()
         assert to_hex(ready.digest) == manifest.digest
+        self.staged.setdefault(manifest.version, staged)
         commit(ready.steps, Ranks(1))
         self.held = manifest
         for path in paths:
             path.unlink()
-        return staged
 
 
-def main(count: int, url: str, *options: str) -> None:
+def main(count: int, url: str) -> None:
     """Follow until nobody wants to know any more."""
-    followers = [Following(url, stages="stage" in options) for _ in range(count)]
+    followers = [Following(url) for _ in range(count)]
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # whoever pokes keeps its connection
-
-        def do_POST(self) -> None:
-            followers[int(self.path.split("/")[1])].watcher.poke()
-            self._say(b"")
-
         def do_GET(self) -> None:
-            self._say(json.dumps([follower.known for follower in followers]).encode())
-
-        def _say(self, body: bytes) -> None:
+            body = json.dumps([follower.staged for follower in followers]).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -124,4 +148,4 @@ def main(count: int, url: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2])

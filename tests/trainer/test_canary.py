@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.research import canary
-from bench.research.canary import LIMIT, compare, token_logprobs
 from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.reader import RunReader, open_run
 from tests.support.http_server import Request, answering
 from tests.support.published_run import write_run
+from trainer import canary
+from trainer.canary import LIMIT, compare, token_logprobs
 
 VERSIONS = 3
 

@@ -1,6 +1,6 @@
 """Builds and warm-starts the small Wordle policy that the default run trains further.
 
-    python -m bench.research.wordle_policy --words env_space/words/answers-5.txt \\
+    python -m trainer.policies.wordle_policy --words env_space/words/answers-5.txt \\
         --out trainer/policies/wordle-tiny
 
 It imitates mediocre players (`Teacher`) that can spell every answer of the environment but remember only part
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from bench.research.tokens import WordleTokens, build_wordle_tokenizer
 from env_space.game import Game
+from trainer.policies.tokens import WordleTokens, build_wordle_tokenizer
 
 HELD_OUT_SHARE = 10  # one word in ten is never a secret, as in the environment's training games
 MEMORY = 0.3

@@ -2,7 +2,7 @@
 
 import transformers as t
 
-from bench.architectures import GROUPED, LOCAL, OLD, SPARSE, TIED, UNTIED, Architecture
+from tests.support.architectures import GROUPED, LOCAL, OLD, SPARSE, TIED, UNTIED, Architecture
 
 _MAMBA = {**OLD, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
 _MAMBA2 = {

@@ -1,6 +1,6 @@
 """Compares what replicas compute with what the published weights compute.
 
-    python -m bench.research.canary hf://buckets/me/wordle#first https://me-vllm.hf.space [--every 60]
+    python -m trainer.canary hf://buckets/me/wordle#first https://me-vllm.hf.space [--every 60]
 
 A replica's digest says that its weights have the published bits. This asks for the logprobs of a few fixed
 prompts, and so finds faults that no digest shows: an engine that computes with other weights than it reports,
@@ -102,7 +102,7 @@ def compare(reader: RunReader, kept: CheckpointFolder, url: str) -> tuple[int, f
 
 def main() -> None:
     """Compare each replica; the exit code is 1 if one is off or cannot be compared."""
-    parser = argparse.ArgumentParser(prog="python -m bench.research.canary", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m trainer.canary", description=main.__doc__)
     parser.add_argument("run", help="<bucket>#<run>")
     parser.add_argument("replicas", nargs="+", help="URLs of replicas")
     parser.add_argument("--every", type=float, default=0.0, help="seconds between rounds; 0 for one round")

@@ -1,4 +1,4 @@
-"""Configurations of tiny models: attention and dense layers or experts (others: `bench.hybrids`).
+"""Configurations of tiny models: attention and dense layers or experts (others: `tests.support.hybrids`).
 
 What matters is how their tensors lie in vLLM, so each is as small as its loader allows: two layers, or as
 many as it takes to have one of each kind.

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from bench.architectures import DENSE, EXPERTS, Architecture
-from bench.hybrids import SIGHT, STATES
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from delta_weight_sync.codec import Bits
+from tests.support.architectures import DENSE, EXPERTS, Architecture
+from tests.support.hybrids import SIGHT, STATES
 
 ARCHITECTURES = DENSE | EXPERTS | STATES | SIGHT
 

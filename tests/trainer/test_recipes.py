@@ -11,18 +11,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bench import tiny_policy as tiny
-from bench.research import held_out, imitation, wordle_policy
-from bench.research.tokens import build_tokenizer
-from bench.research.wordle_policy import Teacher, read_words, secrets_of
 from delta_weight_sync import Publisher, open_run
 from env_space import game as env
 from env_space.app import create_app
 from env_space.game import Rules
 from env_space.settings import Settings
+from tests.support import tiny_policy as tiny
 from tests.support.serving import serving
 from trainer import policies
-from trainer.policies import smollm2
+from trainer.policies import held_out, imitation, smollm2, wordle_policy
+from trainer.policies.tokens import build_tokenizer
+from trainer.policies.wordle_policy import Teacher, read_words, secrets_of
 
 WORDS = read_words(imitation._WORDS)
 WORDLE = Path(policies.__file__).parent / "wordle-tiny"

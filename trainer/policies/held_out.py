@@ -1,6 +1,6 @@
 """Measures what a run has learned, on tasks that training never shows, in plain torch and without a replica.
 
-    python -m bench.research.held_out file:///tmp/bucket#demo --env_url http://127.0.0.1:8000
+    python -m trainer.policies.held_out file:///tmp/bucket#demo --env_url http://127.0.0.1:8000
 
 With `--env_url` the policy plays Wordle on the environment's held-out words; otherwise it reverses texts of
 words that no training text contains. Version 0 and the newest version get the same tasks.
@@ -26,9 +26,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from bench.research.tokens import TURN_TOKENS, WordleTokens
 from delta_weight_sync.reader import RunReader, open_run
 from trainer import spaces
+from trainer.policies.tokens import TURN_TOKENS, WordleTokens
 from trainer.tasks import reverse_text
 from trainer.tasks.wordle import WordleEnv
 
@@ -204,7 +204,7 @@ def gain(before: Sequence[float], after: Sequence[float]) -> str:
 
 def main() -> None:
     """Print what a run has learned from version 0 to its newest."""
-    parser = argparse.ArgumentParser(prog="python -m bench.research.held_out", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m trainer.policies.held_out", description=main.__doc__)
     parser.add_argument("run", help="<bucket>#<run>")
     parser.add_argument("--env_url", default="", help="URL of the Wordle Space; reverse-text without it")
     options = parser.parse_args()

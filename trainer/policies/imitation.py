@@ -1,6 +1,6 @@
 """Teaches SmolLM2 a task by imitation, before RL: a low-rank change of its weights, small enough to ship.
 
-    python -m bench.research.imitation --task reverse_text --out trainer/policies/smollm2-reverse-text
+    python -m trainer.policies.imitation --task reverse_text --out trainer/policies/smollm2-reverse-text
 
 A policy that has never seen the form of a task earns nothing on it, and RL cannot improve what always earns
 nothing. So the policy first sees some right answers: their form, and a little of how to find them.
@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from bench.research.tokens import PROMPT
-from bench.research.wordle_policy import Teacher, read_words, secrets_of
 from trainer.policies import smollm2
+from trainer.policies.tokens import PROMPT
+from trainer.policies.wordle_policy import Teacher, read_words, secrets_of
 from trainer.tasks import reverse_text
 from trainer.tasks.wordle import WordleEnv
 
