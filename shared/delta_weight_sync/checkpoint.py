@@ -99,22 +99,26 @@ def to_bits(tensor: torch.Tensor, dtype: str = "BF16") -> Bits:
     """Return a copy of a tensor's words, on the host: uint16, C-contiguous, as `words_shape` says.
 
     The tensor is cast to `dtype` first. On the host, `codec.nearest` rounds to bf16, not torch, because
-    torch's NaN bits depend on the machine.
+    torch's NaN bits depend on the machine. A GPU rounds before it copies; its NaN bits are replaced.
     """
     import torch
 
-    from delta_weight_sync.codec import nearest  # imported here, because numba takes seconds to load
+    from delta_weight_sync.codec import INFINITY, NAN, nearest  # here, because numba takes seconds to load
 
     tensor = tensor.detach()
-    if dtype == "BF16" and tensor.dtype != torch.bfloat16 and not tensor.is_cuda:
-        words = tensor.float().contiguous().numpy().view(np.uint32)
+    rounds = dtype == "BF16" and tensor.dtype != torch.bfloat16
+    if rounds and not tensor.is_cuda:
+        values = tensor.float().contiguous().numpy().view(np.uint32)
         bits = np.empty(tensor.shape, np.uint16)
-        nearest(words.reshape(-1), bits.reshape(-1))
+        nearest(values.reshape(-1), bits.reshape(-1))
         return bits
     cast = tensor.to(getattr(torch, DTYPES[dtype][0]), copy=True).cpu().contiguous()
     if DTYPES[dtype][1] == 1:
         return cast.view(torch.uint8).numpy().astype(np.uint16)
-    return cast.reshape(-1).view(torch.uint16).numpy().reshape(words_shape(dtype, tuple(tensor.shape)))
+    words = cast.reshape(-1).view(torch.uint16).numpy().reshape(words_shape(dtype, tuple(tensor.shape)))
+    if rounds:
+        words[(words & 0x7FFF) > INFINITY] = NAN
+    return words
 
 
 def to_tensor(bits: NDArray[Any], dtype: str) -> torch.Tensor:

@@ -1,30 +1,32 @@
-"""GPU code that the publisher and vLLM share: launches, reads, pinned memory, and the factors in `digest`.
+"""What the publisher and vLLM share of their work on a GPU: the digest, packing, reads, pinned memory.
 
-`launch` runs a kernel, and `read` fetches its results. Both count their calls for tests, because a sync is
-slow if the number of calls grows with the number of tensors. The kernels also run on host tensors, in
-Triton's interpreter.
+All of it is plain PyTorch, so the same code runs on tensors of the host. Tests run it there, and compare it
+with plain loops. A sync is slow if calls grow with the number of tensors. So `pack` copies many tensors in
+one call, and the arithmetic is on all changes together, in parts that bound the temporary memory.
+
+CUDA's current device belongs to a thread, and is device 0 in a new thread. So whatever runs on a device does
+so in a block of `on`.
 """
 
-import ctypes
 import functools
 import itertools
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
-from delta_weight_sync.digest import INNER
+from delta_weight_sync.digest import BLOCK, INNER
 
-_HOST_ADDRESSES = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _PORTABLE = 1  # a flag: pin the memory for every GPU of this process
-_STEP = 8  # a tensor begins at a multiple of 8 elements, because a thread reads 16 bytes at a time
-used = Counter[str]()  # "launches" and "waits" of this process so far
+CHANGES = 1 << 22  # changes that are computed together, with about ten int64 each
+
+
+def on(device: torch.device) -> torch.accelerator.device_index:
+    """A block in which `device` is the thread's current device. Unlike `torch.cuda.stream` alone, it creates
+    no context on device 0."""
+    return torch.accelerator.device_index(device.index)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -35,76 +37,130 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Run a Triton kernel as `programs` programs. If `programs` is 0, do nothing."""
-    if programs:
-        used["launches"] += 1
-        kernel[(programs,)](*arguments, **constants)
+def room(shape: tuple[int, ...], kind: torch.dtype, near: torch.device) -> torch.Tensor:
+    """An empty tensor on the host, in pinned memory if `near` is a GPU. Torch keeps the memory for reuse."""
+    return torch.empty(shape, dtype=kind, pin_memory=near.type == "cuda")
 
 
-def read(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host after all work on the current stream. Counts as one wait for a GPU.
+def wait(device: torch.device) -> None:
+    """Wait for all work on the current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
-    A tensor on a GPU is copied to pinned memory, which torch keeps for the next read.
+
+def read(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy tensors of a device to the host after all work on the current stream, with one wait."""
+    copies = [room(tuple(t.shape), t.dtype, device).copy_(t, non_blocking=True) for t in tensors]
+    wait(device)
+    return copies
+
+
+def pack(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], *, fresh: Sequence[bool] = ()
+) -> None:
+    """Copy each source to its target, which has the same shape; cast it to the target's dtype.
+
+    There is one call per kind of source, because torch then copies hundreds of tensors per launch. `fresh`
+    can say of each source whether its memory is contiguous, if the caller knows that.
     """
-    used["waits"] += 1
-    if not tensor.is_cuda:
-        return tensor.cpu()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return host
+    kinds: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    dense = fresh or [source.is_contiguous() for source in sources]
+    for source, target, contiguous in zip(sources, targets, dense, strict=True):
+        if source.numel():
+            of_kind = kinds.setdefault((source.dtype, contiguous), ([], []))
+            of_kind[0].append(target)
+            of_kind[1].append(source)
+    for into, these in kinds.values():
+        torch._foreach_copy_(into, these, non_blocking=True)
 
 
-def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], device: torch.device) -> None:
-    """Move the int16 tensors `names` of `bits` into one block of host memory, pinned until `owner` is gone.
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor as flat int16. It shares the memory."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.int16, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes() // 2,))  # type: ignore[call-overload]
 
-    A GPU's kernels read the block at its host address. Without a GPU nothing is pinned. Raises `MemoryError`
-    if the system cannot pin this much, or if the GPU sees the block at another address (under gVisor or WSL).
-    """
-    starts = [0, *itertools.accumulate(-(-bits[name].numel() // _STEP) * _STEP for name in names)]
-    memory = torch.empty(starts.pop(), dtype=torch.int16)
-    if device.type == "cuda" and memory.numel():
-        _register(owner, memory)
+
+def cuts(size: int, most: int) -> Iterator[slice]:
+    """Slices of `range(size)`, each with at most `most` items."""
+    return (slice(start, min(start + most, size)) for start in range(0, size, most))
+
+
+def join(bits: dict[str, torch.Tensor], names: Sequence[str], memory: torch.Tensor) -> None:
+    """Move the int16 tensors `names` of `bits` into `memory`, flat and of their size altogether."""
+    ends = [*itertools.accumulate(bits[name].numel() for name in names)]
     # Each pass frees an old tensor, in reverse order of allocation, so that the heap can shrink.
-    for name, start in reversed(list(zip(names, starts, strict=True))):
+    for name, end in reversed(list(zip(names, ends, strict=True))):
         old = bits[name]
-        bits[name] = memory[start : start + old.numel()].view(old.shape).copy_(old)
+        bits[name] = memory[end - old.numel() : end].view(old.shape).copy_(old)
 
 
-def _register(owner: object, memory: torch.Tensor) -> None:
-    """Pin memory where it is. (Pinned memory that torch allocates may take up to twice the size.)"""
-    fix = 'keep the mirror on the GPU with mirror="device"'
-    if not _uses_host_addresses():
-        where = "at another address than the CPU (as under gVisor or WSL)"
-        raise MemoryError(f"this machine's GPU sees pinned host memory {where}; {fix}")
+def pin(owner: object, memory: torch.Tensor) -> None:
+    """Pin memory of the host where it is, until `owner` is gone. (Pinned memory that torch allocates may
+    take up to twice the size.) Raises `MemoryError` if the system cannot pin this much."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     try:
         torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
     except torch.cuda.CudaError as error:
         what = f"{memory.nbytes / 1e9:.1f} GB of host memory for the mirror cannot be pinned ({error})"
-        raise MemoryError(f"{what}; give the trainer more memory, or {fix}") from error
+        fix = 'give the trainer more memory, or keep the mirror on the GPU with mirror="device"'
+        raise MemoryError(f"{what}; {fix}") from error
     # The finalizer holds `memory` until `owner` is gone. The end of the process frees pinned memory anyway.
     weakref.finalize(owner, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
 
 
-def _uses_host_addresses() -> bool:
-    """Whether GPU 0 reads pinned host memory at the address that the CPU uses."""
-    answer = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(answer), _HOST_ADDRESSES, 0)
-    return bool(answer.value)
+def unsigned(bits: torch.Tensor) -> torch.Tensor:
+    """int16 bits as the unsigned numbers that the digest sums, in int64."""
+    return bits.to(torch.int64).bitwise_and_(0xFFFF)
 
 
-@triton.jit
-def outer(seed: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Compute `digest.outer`, a factor (uint64), for each element of `seed` (uint64) and `block`."""
-    z = (seed + block.to(tl.uint64)) * 0x9E3779B97F4A7C15
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return (z ^ (z >> 31)) | 1
+def outer(seed: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """`digest.outer` in int64. This wraps as uint64 does, but a shift to the right copies the sign, so the
+    copies are cleared."""
+    z = (seed + block) * _signed(0x9E3779B97F4A7C15)
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(0xBF58476D1CE4E5B9))
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(0x94D049BB133111EB))
+    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1)).bitwise_or_(1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64)
 
 
 @functools.cache
 def inner(device: torch.device) -> torch.Tensor:
-    """Digest factors of positions within a block, on a device: int32 [4096], to be read as uint32."""
-    return torch.from_numpy(INNER.view(np.int32).copy()).to(device)
+    """Digest factors of positions within a block, on a device: int64 [4096]."""
+    return torch.from_numpy(INNER.astype(np.int64)).to(device)
+
+
+def factors(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """The digest's factors of elements, int64 [n]: of the tensors with these seeds, at these positions."""
+    within = inner(position.device)[position % BLOCK]
+    return outer(seed, position // BLOCK).mul_(within)
+
+
+def block_sums(bits: torch.Tensor) -> torch.Tensor:
+    """int64 [b]: of each block of 4096 words (int16 [b * 4096]), the sum of inner factor times word. Words
+    that are 0 add nothing."""
+    return (bits.to(torch.int32).bitwise_and_(0xFFFF).view(-1, BLOCK) * inner(bits.device)).sum(1)
+
+
+def places(
+    sizes: torch.Tensor, strides: torch.Tensor, of: torch.Tensor, element: torch.Tensor
+) -> torch.Tensor:
+    """Distances of elements from the first element of the box that each one lies in.
+
+    Args:
+        sizes: int64 [dims, boxes], the outer dimension first.
+        strides: int64 [dims, boxes].
+        of: int64 [n], the number of each element's box.
+        element: int64 [n], its row-major number within the box.
+    """
+    if len(sizes) == 1:
+        return element * strides[0][of]
+    at = torch.zeros_like(element)
+    for dim in range(len(sizes) - 1, 0, -1):
+        size = sizes[dim][of]
+        at.add_((element % size).mul_(strides[dim][of]))
+        element = element // size
+    return at.add_(element * strides[0][of])

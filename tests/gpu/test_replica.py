@@ -1,24 +1,24 @@
-"""A replica's kernels, interpreted on tensors of the host: exact, and as many for a model of any shape."""
+"""A replica's work on a device, on tensors of the host: exact, and as many calls for a model of any shape."""
 
 import contextlib
+import threading
+from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from delta_weight_sync.checkpoint import WEIGHTS, write_bits
-from delta_weight_sync.digest import state_digest
-from delta_weight_sync.gpu import used
+from delta_weight_sync import gpu
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.vllm import gpu as device_memory
 from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
-from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
-from tests.gpu.interpreted import Operations, interpreted
+from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks, Staged
+from tests.gpu.on_host import Devices, Operations
 from tests.support.live_weights import delta, live, load
 
-device_memory = interpreted("delta_weight_sync.vllm.gpu")
 Views = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -87,7 +87,6 @@ def test_any_layout(tmp_path, shape, order, share):
     commits_and_takes_back(tmp_path, Laid({"w": (shape, order)}), {"w": old}, {"w": new})
 
 
-@pytest.mark.full
 def test_a_tensor_with_more_elements_than_a_row_can_number(tmp_path, monkeypatch):
     """2^31 in truth."""
     monkeypatch.setattr(memory_module, "MOST", 1000)
@@ -98,64 +97,80 @@ def test_a_tensor_with_more_elements_than_a_row_can_number(tmp_path, monkeypatch
     commits_and_takes_back(tmp_path, Laid(views), old, new)
 
 
-def test_nothing_is_compiled_after_learning(tmp_path, monkeypatch):
-    """Not in a stage, a join, a pause or an undo: each launch has a program that learning has launched."""
-    compiled, plain = [], device_memory.launch
-
-    def launch(kernel, programs, *arguments, **constants):
-        kinds = [(a.dtype, a.data_ptr() % 16) if torch.is_tensor(a) else type(a) for a in arguments]
-        if programs:
-            compiled.append(f"{kernel.__name__} {kinds} {constants}")  # what Triton compiles for
-        plain(kernel, programs, *arguments, **constants)
-
-    monkeypatch.setattr(device_memory, "launch", launch)
-    worker.warm_up(torch.device("cpu"))
-    warm = set(compiled)
-    rng, (old, new) = np.random.default_rng(4), ({}, {})
-    model = Laid({"flat": ((9001,), (0,)), "turned": ((48, 160), (1, 0)), "odd": ((7, 5, 6), (2, 0, 1))})
-    for name, shape in model.shapes.items():
-        old[name] = rng.integers(0, 65536, shape).astype(np.uint16)
-        new[name] = np.where(rng.random(shape) < (0.9 if name == "odd" else 0.01), old[name] + 1, old[name])
-    weights = live(load(model, old), model.shapes)
-    weights.digest()
-    learned = set(compiled)
-    assert learned == warm, "learning stops generation, so nothing is compiled there either"
-    staged = weights.stage([delta(tmp_path / "delta", old, new)], state_digest(old))
-    worker.commit(staged.steps, Ranks(1))
-    write_bits(model.shapes, old.__getitem__, tmp_path / WEIGHTS)
-    joined = weights.stage_checkpoint(tmp_path)
-    worker.commit(joined.steps, Ranks(1))
-    for step in reversed(joined.steps):
-        step.undo()
-    assert weights.digest() == state_digest(new)
-    assert set(compiled) == learned
+def test_changes_and_rows_are_cut_into_parts_of_any_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(device_memory, "HASHED", 1000)
+    monkeypatch.setattr(gpu, "CHANGES", 100)
+    rng = np.random.default_rng(5)
+    views: Views = {"flat": ((9001,), (0,)), "turned": ((48, 70), (1, 0))}
+    old = {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, (shape, _) in views.items()}
+    new = {name: np.where(rng.random(b.shape) < 0.4, b + 9, b).astype(np.uint16) for name, b in old.items()}
+    commits_and_takes_back(tmp_path, Laid(views), old, new)
 
 
-@pytest.mark.parametrize("tensors", [10, 20_000])
-def test_a_sync_takes_as_many_launches_and_waits_whatever_the_number_of_tensors(
-    tmp_path, monkeypatch, tensors
-):
-    """Counted where all launches pass; what they compute is the other tests' matter."""
-    sizes = [5000, *[1_280_000 // tensors] * (tensors - 1)]  # a tensor with every kind of tile in both
-    parts = torch.zeros(sum(sizes), dtype=torch.int16).split(sizes)
-    whole = [Geometry(0, (size,), (1,)) for size in sizes]
-    pieces = [Piece(*piece) for piece in zip(parts, whole, whole, strict=True)]
-    routes = {f"w{i}": Route((size,), (pieces[i],)) for i, size in enumerate(sizes)}
+@pytest.mark.parametrize("free", [1 << 30, 0], ids=["on the device", "in pinned memory"])
+def test_staged_data_leaves_the_engine_half_of_the_free_memory(tmp_path, monkeypatch, free):
+    """Else it stays on the host; a commit and an undo then need only buffers that exist."""
+    monkeypatch.setattr(gpu, "free_bytes", lambda device: free)
+    monkeypatch.setattr(gpu, "CHANGES", 100)
+    rng = np.random.default_rng(6)
+    views: Views = {"flat": ((5000,), (0,)), "turned": ((48, 70), (1, 0))}
+    old = {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, (shape, _) in views.items()}
+    asked = list[int]()
+    room = gpu.room
+    monkeypatch.setattr(gpu, "room", lambda shape, *rest: (asked.append(shape[0]), room(shape, *rest))[1])
+    commits_and_takes_back(tmp_path, Laid(views), old, {name: bits + 1 for name, bits in old.items()})
+    assert asked.count(5000 + 48 * 70) == (2 if free else 5)
+
+
+def model_of(sizes: list[int], parameters: int) -> LiveWeights:
+    """A model of tensors of these sizes, which lie in so many parameters of vLLM."""
+    memories = [torch.zeros(sum(sizes[first::parameters]), dtype=torch.int16) for first in range(parameters)]
+    routes, used = {}, [0] * parameters
+    for i, size in enumerate(sizes):
+        which = i % parameters
+        place, whole = slice(used[which], used[which] + size), Geometry(0, (size,), (1,))
+        routes[f"w{i}"] = Route((size,), (Piece(memories[which][place], whole, whole),))
+        used[which] = place.stop
+    return LiveWeights(routes, dict.fromkeys(routes, (0,)), Fallback(torch.nn.Module(), {}), Ranks(1))
+
+
+def cost(folder: Path, sizes: list[int], parameters: int) -> dict[str, tuple[Counter[str], int]]:
+    """How often torch runs each operation, and the host waits, in each part of a sync."""
+    weights = model_of(sizes, parameters)
     old = {f"w{i}": np.zeros(size, np.uint16) for i, size in enumerate(sizes)}
-    new = {name: (np.arange(bits.size) % 64 == 5).astype(np.uint16) for name, bits in old.items()}
-    plain = device_memory.launch
-    nothing = mock.MagicMock()  # a kernel
-    monkeypatch.setattr(device_memory, "launch", lambda _, programs, *__, **___: plain(nothing, programs))
-    weights = LiveWeights(routes, dict.fromkeys(routes, (0,)), Fallback(torch.nn.Module(), {}), Ranks(1))
-    path = delta(tmp_path / "delta", old, new)
-    used.clear()
+    new = {name: np.ones(bits.size, np.uint16) for name, bits in old.items()}
+    path = delta(folder / "delta", old, new)
+    counted = {}
+    with Operations() as digest:
+        assert weights.digest() == state_digest(old)
+    counted["digest"] = digest.by_name, digest.waits
     with Operations() as stage:
         staged = weights.stage([path], known=0)
-    assert (used["launches"], used["waits"], stage.count) == (3, 2, 7)
-    used.clear()
+    counted["stage"] = stage.by_name, stage.waits
     with Operations() as commit:
         worker.commit(staged.steps, Ranks(1))
-    assert (used["launches"], used["waits"], commit.count) == (2, 2, 2)
+    counted["commit"] = commit.by_name, commit.waits
+    with Operations() as undo:
+        staged.steps[1].undo()
+    counted["undo"] = undo.by_name, undo.waits
+    return counted
+
+
+def test_a_sync_takes_as_many_launches_and_waits_whatever_the_number_of_tensors(tmp_path):
+    few, many = cost(tmp_path, [2000] * 10, 5), cost(tmp_path, [1] * 20_000, 5)
+    assert few["stage"] == many["stage"]
+    assert few["commit"] == many["commit"]
+    assert few["undo"] == many["undo"]
+    assert (few["stage"][1], few["commit"][1], few["undo"][1]) == (1, 3, 3)
+    # Slices of a model are hashed one after the other, on a host as on a GPU.
+    assert many["digest"][0].total() <= memory_module.SLICES * 30
+    assert many["digest"][1] <= memory_module.SLICES
+
+
+def test_a_commit_takes_two_more_launches_for_each_parameter_of_vllm(tmp_path):
+    five, fifty = (cost(tmp_path, [20] * 1000, parameters)["commit"] for parameters in (5, 50))
+    assert fifty[1] == five[1]
+    assert fifty[0] - five[0] == {"aten::index_put_": 45, "aten::index_select": 45}
 
 
 def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monkeypatch):
@@ -172,8 +187,8 @@ def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monk
     old = {"w": rng.integers(0, 65536, (64, 64)).astype(np.uint16)}
     model = load(Laid({"w": ((64, 64), (0, 1))}), old)
     weights = live(model, model.shapes)
-    plain = device_memory.launch
-    monkeypatch.setattr(device_memory, "launch", lambda *a, **k: (inside.append(entered[0]), plain(*a, **k)))
+    get = device_memory._get
+    monkeypatch.setattr(device_memory, "_get", lambda *given: (inside.append(entered[0]), get(*given))[1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     weights.memory._stream = object()
     staged = weights.stage([delta(tmp_path / "delta", old, {"w": np.roll(old["w"], 1)})], weights.digest())
@@ -181,3 +196,49 @@ def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monk
     inside.clear()
     worker.commit(staged.steps, Ranks(1))
     assert set(inside) == {False}
+
+
+def test_rank_1_uses_device_1_in_every_thread(tmp_path, monkeypatch):
+    """In those that warm up, stage and hash again, which begin with device 0, and in vLLM's own."""
+    devices, seen = Devices(), dict[str, set[int]]()
+
+    class Watch(Operations):
+        def __torch_dispatch__(self, function, *given, **more):
+            if not function.is_view:  # a view is no work
+                seen.setdefault(threading.current_thread().name, set()).add(devices.current)
+            return super().__torch_dispatch__(function, *given, **more)
+
+    class Watched(threading.Thread):
+        def run(self):
+            with Watch():
+                super().run()
+
+    def memory_of(table):
+        made = device_memory.DeviceMemory(table)
+        made._device = torch.device("cpu", 1)
+        return made
+
+    rng = np.random.default_rng(7)
+    old = {"w": rng.integers(0, 65536, (64, 64)).astype(np.uint16)}
+    new = {"w": np.roll(old["w"], 1)}
+    model = load(Laid({"w": ((64, 64), (1, 0))}), old)
+    monkeypatch.setattr(torch.accelerator, "device_index", devices.on)
+    monkeypatch.setattr(worker, "Thread", Watched)
+    monkeypatch.setattr(worker, "memory_of", memory_of)
+    monkeypatch.setattr(worker.DeltaWorker, "_device", torch.device("cpu", 1))
+    one = object.__new__(worker.DeltaWorker)  # without a vLLM
+    one._ranks, one._model, one._staged, one._digest = Ranks(1), model, Staged(), state_digest(old)
+    one.warm()
+    assert one.staging.result()["done"]
+    with devices.on(1):  # vLLM sets the device of its own thread
+        one.weights = live(model, model.shapes)
+        one.weights.digest()
+    one.stage([str(delta(tmp_path / "delta", old, new))])
+    assert one.staging.result()["done"]
+    with Watch(), devices.on(1):
+        one.commit(to_hex(state_digest(new)), "1.1.1")
+    hashed = Watched(target=one.weights.memory.recheck, name="recheck")
+    hashed.start()
+    hashed.join()
+    assert seen == {name: {1} for name in ("warm", "stage", "MainThread", "recheck")}
+    assert (model.state()["w"] == new["w"]).all()

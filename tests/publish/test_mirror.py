@@ -1,4 +1,4 @@
-"""The mirror of parameters: the diff is exact in every dtype and layout, by loops and by kernels of a GPU."""
+"""The mirror of parameters: the diff is exact in every dtype and layout, by loops and as on a GPU."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from delta_weight_sync.codec import Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.publish import mirror as module
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
-from tests.gpu.interpreted import forced
+from tests.gpu.on_host import forced
 from tests.support.mirrors import find
 
 ODD = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 3.0])
@@ -29,7 +29,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.fixture(
-    autouse=True, params=[contextlib.nullcontext, threads, forced], ids=["loops", "threads", "kernels"]
+    autouse=True, params=[contextlib.nullcontext, threads, forced], ids=["loops", "threads", "device"]
 )
 def _by(request: pytest.FixtureRequest) -> Iterator[None]:
     with request.param():
@@ -140,6 +140,6 @@ def test_what_was_found_is_in_the_mirror_only_once_it_is_kept():
 def test_a_comparison_counts_what_it_copies(tensor, on_host, on_device):
     mirror = Mirror()
     mirror.add("w", tensor)
-    copied = [on_device, on_device] if module.has_kernels(tensor) else [on_host, on_host + 2 * 64]
+    alone = on_device if module.on_device(tensor) else on_host
     blocks = Block.whole(tensor.shape), Block((8, 16), (0, 8), (8, 8))  # a wider one's mirror is cut out
-    assert [mirror.copied(Part("w", tensor, block, True)) for block in blocks] == copied
+    assert [mirror.copied(Part("w", tensor, block, True)) for block in blocks] == [alone, alone + 2 * 64]

@@ -1,7 +1,7 @@
 """Several trainer processes publish the bits that a single one publishes, and stop together.
 
 Each rank is a process with known weights and gradients. Layouts: `whole` parameters on each rank; `fsdp`; and
-`mesh`, two by two ranks with every kind of placement, and FSDP over tensor parallelism. With `+kernels` they
+`mesh`, two by two ranks with every kind of placement, and FSDP over tensor parallelism. With `+device` they
 are compared as on a GPU. A job is an encoding, or `resume:3:4`, which publishes the same in lives that end
 after steps 3 and 4. With `:<rank>:<sync>`, that rank fails there; with `:base`, version 0 is published before
 the model is sharded. A job's result is the digest of the live weights, or the error that ended it.
@@ -29,6 +29,7 @@ from delta_weight_sync.publish.sharding import Shards
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from tests import forked
+from tests.gpu.on_host import forced
 from tests.support.held import held
 
 STEPS = 4
@@ -189,11 +190,9 @@ def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[st
 
 
 def _rank(rank: int, folder: Path, layout: str, jobs: list[str]) -> None:
-    layout, _, kernels = layout.partition("+")
+    layout, _, device = layout.partition("+")
     with contextlib.ExitStack() as stack:
-        if kernels:
-            from tests.gpu.interpreted import forced  # imports Triton
-
+        if device:
             stack.enter_context(forced())
         results = stack.enter_context((folder / f"results-{rank}").open("w"))
         for job in jobs:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from delta_weight_sync import codec
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.vllm import routes
+from delta_weight_sync.vllm.gpu import DeviceMemory
 from delta_weight_sync.vllm.memory import HostMemory, Table, find
 from delta_weight_sync.vllm.routes import Geometry, part_of
-from tests.gpu.interpreted import interpreted
 
 Load = Callable[["Model", torch.Tensor], object]
 
@@ -276,8 +276,7 @@ def test_all_tensors_are_loaded_in_one_go():
     assert model.seen == ["plain", "scalar"]
 
 
-DeviceMemory = interpreted("delta_weight_sync.vllm.gpu").DeviceMemory
-MEMORIES = [HostMemory, pytest.param(DeviceMemory, marks=pytest.mark.full)]  # interpreted: it takes its time
+MEMORIES = [HostMemory, DeviceMemory]
 
 
 @st.composite

@@ -3,7 +3,6 @@
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +11,14 @@ import torch
 from delta_weight_sync.checkpoint import WEIGHTS, write_bits
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.errors import CodecError, WeightsChangedError
+from delta_weight_sync.vllm import gpu as device_memory
 from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.memory import Changes, Step
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 from delta_weight_sync.vllm.worker import DeltaWorker, Fallback, LiveWeights, Ranks, Staged
-from tests.gpu.interpreted import interpreted
 from tests.support.live_weights import delta, live, load
 
-device_memory = interpreted("delta_weight_sync.vllm.gpu")
 SHAPES = {"q": (6, 8), "k": (3, 8), "v": (3, 8), "out": (8, 6), "norm": (8,)}
 
 
@@ -66,7 +64,7 @@ def moved(rng: np.random.Generator, state: dict[str, np.ndarray]) -> dict[str, n
 
 @pytest.fixture(autouse=True, params=["host", "threads", "device"])
 def memory(request, monkeypatch):
-    """Each test on all: with one thread, with several, and by a GPU's kernels, interpreted on the host."""
+    """Each test on all: with one thread, with several, and as on a GPU."""
     if request.param == "threads":
         monkeypatch.setattr("delta_weight_sync.util.THREADS", 3)
         monkeypatch.setattr(memory_module, "_SHARED", 1)
@@ -107,10 +105,8 @@ def weights(model):
 
 @pytest.mark.parametrize("deltas", [60, pytest.param(1000, marks=pytest.mark.long)])
 def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(
-    tmp_path, deltas, memory, rng, state, model, weights
+    tmp_path, deltas, rng, state, model, weights
 ):
-    if memory is device_memory.DeviceMemory:
-        deltas //= 15  # a kernel that is interpreted takes its time
     path = tmp_path / "delta.safetensors"
     known = weights.digest()
     assert known == state_digest(state)
@@ -148,10 +144,7 @@ def test_a_failure_in_the_middle_of_the_writing_is_put_back(
 ):
     staged = weights.stage([delta(tmp_path / "d", state, moved(rng, state))], weights.digest())
     reload, write = staged.steps
-    put, launch = memory_module._put, device_memory.launch
-
-    def some(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        launch(kernel, -(-programs // 2), *arguments, **constants)
+    put, put_there = memory_module._put, device_memory._put
 
     def half() -> tuple[int, float]:
         before = weights.digest()
@@ -159,7 +152,9 @@ def test_a_failure_in_the_middle_of_the_writing_is_put_back(
             only_here.setattr(
                 memory_module, "_put", lambda rows, blocks, *rest: put(rows, blocks[::2], *rest)
             )
-            only_here.setattr(device_memory, "launch", some)
+            only_here.setattr(
+                device_memory, "_put", lambda runs, *rest: put_there(runs[: len(runs) // 2], *rest)
+            )
             write.do()
         assert weights.digest() not in (before, staged.digest)
         raise MemoryError("device lost")

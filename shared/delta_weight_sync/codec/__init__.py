@@ -14,6 +14,7 @@ from delta_weight_sync.codec._file import encode as encode
 from delta_weight_sync.codec._file import header_size as header_size
 from delta_weight_sync.codec._file import merged as merged
 from delta_weight_sync.codec._patch import INFINITY as INFINITY
+from delta_weight_sync.codec._patch import NAN as NAN
 from delta_weight_sync.codec._patch import ULP_CLASSES as ULP_CLASSES
 from delta_weight_sync.codec._patch import Bits as Bits
 from delta_weight_sync.codec._patch import Index as Index

@@ -22,6 +22,7 @@ Index = NDArray[np.int64]
 Table = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
 INFINITY = 0x7F80  # the exponent of infinities and NaNs
+NAN = 0x7FC0  # what every NaN of another dtype is cast to
 _LINE = 1 << 11  # values compared at a time; their bf16 bits fit into the fastest cache
 _CHUNK = 1 << 18  # one call of `_compare` compares about this many values, at most twice as many
 _BATCHES = 16  # calls of `_compare` in one job of a thread
@@ -170,7 +171,7 @@ def nearest(words: NDArray[np.uint32], bits: Bits) -> None:
         word = words[j]
         rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        bits[j] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+        bits[j] = np.uint16(NAN) if is_nan else np.uint16(rounded)
 
 
 @kernel

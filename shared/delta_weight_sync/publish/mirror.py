@@ -6,7 +6,7 @@ bf16.
 
 A `Search` finds changes and writes none, so other threads may read the mirror meanwhile. `Mirror.keep` then
 writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", faster) or in
-pinned host memory ("host"), which the GPU reads over the bus. Only changed elements leave the GPU.
+pinned host memory ("host"), which is copied to the GPU piece by piece. Only changed elements leave the GPU.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.errors import CodecError
 
-if TYPE_CHECKING:  # `_gpu` needs Triton, which only a GPU build of torch installs
+if TYPE_CHECKING:  # `_gpu` imports this module
     from delta_weight_sync.publish._gpu import Changes, DeviceDiff
 
 Place = Literal["host", "device"]
 _TAKEN = 1 << 18  # one job of a thread applies about this many changes
-_READ = torch.float32, torch.bfloat16  # what `codec.compare` reads; kernels for GPUs also read float16
+_READ = torch.float32, torch.bfloat16  # what `codec.compare` reads
 _HELD = 1 << 30  # bytes of copies, such as gathered tensors, that may wait to be compared
 
 
@@ -55,20 +55,35 @@ class Block:
         """The slices that select the box in the parameter."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
 
-    def stretches(self) -> tuple[Index, int]:
-        """Return where in the parameter the box's contiguous stretches begin, int64 [n], and their length."""
-        # All dimensions after `outer` are whole, so a stretch spans `outer` and these dimensions.
+    @property
+    def whole_rows(self) -> bool:
+        """Whether the box is whole rows, and therefore contiguous in the parameter."""
+        return self.extent[1:] == self.shape[1:]
+
+    @property
+    def origin(self) -> int:
+        """The row-major position of the box's first element in the parameter."""
+        return sum(o * math.prod(self.shape[dim + 1 :]) for dim, o in enumerate(self.offset))
+
+    def strided(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes and strides of the box in the parameter. Dimensions that are whole are one with the dimension
+        before them."""
         rest = range(1, len(self.shape) + 1)
         outer = next((d for d in rest if self.extent[d:] == self.shape[d:]), 1) - 1
-        length = math.prod(self.extent[outer:])
+        strides = (math.prod(self.shape[dim + 1 :]) for dim in range(outer))
+        return (*self.extent[:outer], math.prod(self.extent[outer:])), (*strides, 1)
+
+    def stretches(self) -> tuple[Index, int]:
+        """Return where in the parameter the box's contiguous stretches begin, int64 [n], and their length."""
+        length = self.strided()[0][-1]
         return self.positions(np.arange(0, math.prod(self.extent), max(1, length))), length
 
     def positions(self, index: Index) -> Index:
         """Convert row-major positions in the box to row-major positions in the whole parameter."""
         if self.extent == self.shape:
             return index
-        if self.extent[1:] == self.shape[1:]:  # whole rows, as FSDP2 shards by default
-            return index + self.offset[0] * math.prod(self.shape[1:])
+        if self.whole_rows:  # as FSDP2 shards by default
+            return index + self.origin
         inside = np.unravel_index(index, self.extent)
         where = tuple(i + o for i, o in zip(inside, self.offset, strict=True))
         return np.ravel_multi_index(where, self.shape).astype(np.int64)
@@ -104,7 +119,7 @@ class Mirror:
         self._place, self._finite = place, finite
         self._bits: dict[str, torch.Tensor] = {}  # int16, the parameter's shape, contiguous
         self._devices: dict[torch.device, DeviceDiff] = {}
-        self._reachable: set[str] = set()  # parameters whose mirror the GPU kernels can read
+        self._joined: set[str] = set()  # parameters whose mirrors lie together for a device
         self._not_bf16: set[str] = set()  # tensors whose words say nothing about NaN and infinity
         self.digest = 0
 
@@ -117,12 +132,9 @@ class Mirror:
         """Start to mirror a tensor: of any float dtype, to be held in bf16; or the words of another dtype."""
         if dtype != "BF16":
             self._not_bf16.add(name)
-        if tensor.is_cuda and self._place == "device":
-            cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
-            self._bits[name] = cast.view(torch.int16)
-        else:
-            self._bits[name] = torch.from_numpy(to_bits(tensor).view(np.int16))
-        self.digest += digest.tensor_digest(name, self._bits[name].cpu().numpy().view(np.uint16))
+        bits = to_bits(tensor)  # also of a tensor on a GPU: the first comparison moves all mirrors at once
+        self._bits[name] = torch.from_numpy(bits.view(np.int16))
+        self.digest += digest.tensor_digest(name, bits)
 
     def bits(self, name: str) -> Bits:
         """The bits of one parameter, on the host: a view if the mirror is on the host, else a copy."""
@@ -137,11 +149,10 @@ class Mirror:
 
     def copied(self, part: Part) -> int:
         """How many bytes the comparison of a part copies at most."""
-        tensor, block, on_device = part.tensor, part.block, has_kernels(part.tensor)
-        readable = (*_READ, torch.float16) if on_device else _READ
-        converted = 0 if tensor.dtype in readable and tensor.is_contiguous() else 2 if on_device else 4
-        far = self._bits[part.name].is_cuda or block.extent[1:] != block.shape[1:]  # not whole rows
-        return (converted + 2 * (far and not on_device)) * tensor.numel()
+        tensor, there = part.tensor, on_device(part.tensor)
+        converted = 0 if tensor.is_contiguous() and (there or tensor.dtype in _READ) else 2 if there else 4
+        cut_out = not part.block.whole_rows or (self._bits[part.name].is_cuda and not there)
+        return (converted + 2 * cut_out) * tensor.numel()
 
     def find_on_host(self, parts: Sequence[Part]) -> list[Patch]:
         """Find the changes of parts on the host, with one call of `codec.compare`."""
@@ -176,7 +187,7 @@ class Mirror:
         for changes in found.devices:
             self.digest += changes.moved
             if self._place == "device":
-                self._on(changes.tiles.device).keep(changes)
+                self._on(changes.device).keep(changes)
                 continue
             for patch in changes.patches:
                 if patch.index.size:
@@ -184,15 +195,15 @@ class Mirror:
 
     def take(self, patches: Iterable[Patch]) -> None:
         """Apply patches that `find_on_host` or other ranks found."""
-        on_host, on_device = list[Patch](), dict[torch.device, list[Patch]]()
+        on_host, there = list[Patch](), dict[torch.device, list[Patch]]()
         for patch in filter(lambda patch: patch.index.size, patches):
             bits = self._bits[patch.name]
-            (on_device.setdefault(bits.device, []) if bits.is_cuda else on_host).append(patch)
+            (there.setdefault(bits.device, []) if bits.is_cuda else on_host).append(patch)
         batch_of = np.cumsum([patch.index.size for patch in on_host]) // _TAKEN
         batches = groupby(zip(batch_of.tolist(), on_host, strict=True), key=itemgetter(0))
         parts = ([patch for _, patch in batch] for _, batch in batches)
         self.digest += sum(util.in_order(self._take, parts, _threads()))
-        for device, some in on_device.items():
+        for device, some in there.items():
             self.digest += self._on(device).take(some, self._bits)
 
     def _take(self, patches: list[Patch]) -> int:
@@ -208,19 +219,23 @@ class Mirror:
         for part in parts:
             by_device.setdefault(part.tensor.device, []).append(part)
         for device, some in by_device.items():
-            # Kernels cannot read plain host memory: move these mirrors into pinned or device memory.
-            far = [part.name for part in some if part.name not in self._reachable]
-            if far and self._place == "host":
-                from delta_weight_sync.gpu import pin
-
-                pin(self, self._bits, far, device)
-            else:
-                self._bits |= {name: self._bits[name].to(device) for name in far}
-            self._reachable.update(far)
-            found.append(self._on(device).find(some, self._bits))
+            if far := [part.name for part in some if part.name not in self._joined]:
+                self._join(far, device)
+            found.append(self._on(device).find(some, self._bits, self._not_bf16))
             for part in some if found[-1].infinite and self._finite else ():
                 self.require_finite(part.name, to_bits(part.tensor))
         return found
+
+    def _join(self, names: Sequence[str], device: torch.device) -> None:
+        """Move mirrors into one flat tensor: on the device, or in host memory that it copies from quickly."""
+        from delta_weight_sync import gpu
+
+        size = sum(self._bits[name].numel() for name in names)
+        memory = torch.empty(size, dtype=torch.int16, device=device if self._place == "device" else "cpu")
+        if self._place == "host" and device.type == "cuda" and size:
+            gpu.pin(self, memory)
+        gpu.join(self._bits, names, memory)
+        self._joined.update(names)
 
     def _on(self, device: torch.device) -> DeviceDiff:
         if device not in self._devices:
@@ -250,9 +265,9 @@ class Search:
     def found(self) -> Found:
         """Compare the parts that wait. Return the differences of all parts that were added so far."""
         waiting, self._waiting, self._held = self._waiting, [], 0
-        on_devices = [part for part in waiting if has_kernels(part.tensor)]
-        self._found.devices.extend(self._mirror.find_on_devices(on_devices))
-        if on_host := [part for part in waiting if not has_kernels(part.tensor)]:
+        there = [part for part in waiting if on_device(part.tensor)]
+        self._found.devices.extend(self._mirror.find_on_devices(there))
+        if on_host := [part for part in waiting if not on_device(part.tensor)]:
             self._found.host.extend(self._mirror.find_on_host(on_host))
         return self._found
 
@@ -270,6 +285,6 @@ def _threads() -> int:
     return max(util.THREADS, torch.get_num_threads())
 
 
-def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether a GPU kernel compares this tensor; otherwise the host does."""
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether this tensor is compared on its device, a GPU; otherwise the host does it."""
     return tensor.is_cuda

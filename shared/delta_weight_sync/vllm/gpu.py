@@ -1,278 +1,249 @@
-"""Does on a GPU, in Triton, what `vllm/memory.py` does on the host: the same arithmetic on the same table.
+"""Does on a GPU, in plain PyTorch, what `vllm/memory.py` does on the host: the same arithmetic on one table.
 
-Each row of the table has the address of a piece of a parameter. So one launch reaches all parameters.
-The work of a launch is a list: of tiles to hash or read, or of blocks of changes. Each Triton program does a
-part of it. So hashing, reading or committing takes a few launches and one or two waits, however many tensors
-the model has. Sums wrap at 2^64 and are spread over a few cells, which may be added in any order.
+The bits of many checkpoint tensors are copied into one flat buffer by one call. Digests and places are
+arithmetic in int64 on all elements or changes together, in parts of bounded size. Only the last step, reading
+and writing by index, takes a call for each tensor of vLLM's memory that changes. A model has hundreds of
+these, also if its checkpoint has thousands of tensors. Sums wrap at 2^64, and may be added in any order.
 
 Staging (the preparation of a commit) has its own stream, so that staging and vLLM do not wait for each other.
 A commit runs on vLLM's stream, between two steps. Staged data is on the device if it takes at most half of
-the free memory there. Otherwise it stays in pinned host memory, which kernels read over the bus. That is
-slower, but leaves the device's memory to the engine.
+the free memory there. Otherwise it stays in pinned host memory, and a commit copies it part by part into
+buffers that staging has made. That is slower, but leaves the device's memory to the engine.
 """
 
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from numpy.typing import NDArray
 
-from delta_weight_sync.codec import Bits
+from delta_weight_sync import gpu
+from delta_weight_sync.codec import Bits, Index
 from delta_weight_sync.codec._patch import cut
-from delta_weight_sync.gpu import free_bytes, inner, launch, outer, read
+from delta_weight_sync.digest import BLOCK
 from delta_weight_sync.vllm import memory
+from delta_weight_sync.vllm.memory import Changes, Rows, Table, Write
 
-BLOCK = 1024  # changes that a program takes
-TILE = 4096  # elements that `digest_whole` and `read_kernel` take at a time; the block size of the digest
-PIECE = 1024  # elements that a program of `digest` hashes; more would not fit into the registers
-CELLS = 256  # cells over which programs spread their sums
-WARPS = 16  # warps of a program that hashes many tiles; each thread reads 16 bytes of a tile
-_BLOCK, _TILE, _PIECE, _CELLS = map(tl.constexpr, (BLOCK, TILE, PIECE, CELLS))
-_COLUMNS, _DIMS, _ADDRESS = map(tl.constexpr, (memory.COLUMNS, memory.DIMS, memory.ADDRESS))
-_SEED, _COUNTED, _FIRST = map(tl.constexpr, (memory.SEED, memory.COUNTED, memory.FIRST))
-_SIZES, _SOURCE, _TARGET = map(tl.constexpr, (memory.SIZES, memory.SOURCE, memory.TARGET))
+HASHED = 1 << 23  # elements that are hashed or read together
+_STAGED = 16  # bytes of device memory per change while a commit is staged there
+_AT = memory.COLUMNS  # one more column: where a row begins in its memory, in elements
 
 
-@triton.jit
-def _at(row: tl.tensor, strides: tl.constexpr, element: tl.tensor) -> tl.tensor:
-    """Distances (int64) of elements from the first element of the piece that a row of the table describes.
-    `strides`: SOURCE for distances in the checkpoint's tensor, TARGET for distances in memory."""
-    rest = element
-    at = element.to(tl.int64) * 0
-    for back in tl.static_range(1, _DIMS + 1):  # the last dimension first
-        size = tl.load(row + (_SIZES + _DIMS - back)).to(tl.int32)
-        at += (rest % size).to(tl.int64) * tl.load(row + (strides + _DIMS - back))
-        rest = rest // size
-    return at
+class _Load(NamedTuple):
+    """Changes that are gathered or written together, and where in each flat memory."""
+
+    all: slice
+    runs: list[tuple[torch.Tensor, slice]]  # the slice begins at 0 for the first of these changes
 
 
-@triton.jit
-def _memory(row: tl.tensor) -> tl.tensor:
-    return tl.load(row + _ADDRESS).to(tl.pointer_type(tl.int16))
+class DeviceMemory(memory.Memory):
+    """The parameters of a `Table` on a GPU."""
 
-
-@triton.jit
-def _unsigned(bits: tl.tensor) -> tl.tensor:
-    return bits.to(tl.uint16, bitcast=True).to(tl.uint64)
-
-
-@triton.jit
-def _add(cells: tl.tensor, program: tl.tensor, amount: tl.tensor) -> None:
-    tl.atomic_add(cells + program % _CELLS, amount.to(tl.int64, bitcast=True))
-
-
-@triton.jit(do_not_specialize=["count"])
-def digest_whole(
-    rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor, count: tl.tensor
-) -> None:
-    """Like `digest` below, for tiles that are whole, contiguous blocks of the digest, aligned to 16 bytes.
-
-    Each program takes an equal, consecutive share of the `count` tiles. A lane has the same inner factor in
-    each tile, so the program sums each lane, and at the end multiplies each sum by the lane's factor.
-    """
-    program, lane = tl.program_id(0).to(tl.int64), tl.arange(0, _TILE)
-    sums = tl.zeros([_TILE], tl.uint64)
-    first_tile, programs = program * count // tl.num_programs(0), tl.num_programs(0)
-    for number in tl.range(first_tile, (program + 1) * count // programs, loop_unroll_factor=4):
-        row, first = rows + tl.load(tiles + 3 * number) * _COLUMNS, tl.load(tiles + 3 * number + 1)
-        bits = tl.load(tl.multiple_of(_memory(row) + first, 16) + lane)
-        seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
-        sums += outer(seed, (tl.load(row + _FIRST) + first) // _TILE) * _unsigned(bits)
-    factor = tl.load(inner + lane).to(tl.uint32, bitcast=True).to(tl.uint64)
-    _add(cells, program, tl.sum(factor * sums, 0))
-
-
-@triton.jit
-def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor) -> None:
-    """Add the digest of live elements to `cells`, int64 [CELLS].
-
-    `tiles` is int64 [p, 3]: row, first element, number of elements (at most PIECE).
-    """
-    program, lane = tl.program_id(0), tl.arange(0, _PIECE)
-    tile = tiles + 3 * program.to(tl.int64)
-    row, element = rows + tl.load(tile) * _COLUMNS, tl.load(tile + 1).to(tl.int32) + lane
-    inside = lane < tl.load(tile + 2).to(tl.int32)
-    bits = tl.load(_memory(row) + _at(row, _TARGET, element), mask=inside, other=0)
-    position = tl.load(row + _FIRST) + _at(row, _SOURCE, element)
-    factor = tl.load(inner + (position % 4096)).to(tl.uint32, bitcast=True).to(tl.uint64)
-    seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
-    _add(cells, program, tl.sum(outer(seed, position // 4096) * factor * _unsigned(bits), 0))
-
-
-@triton.jit
-def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
-    """Copy live bits to `out`, int16 [n]. `tiles`, int64 [p, 4]: row, element, count, and place in `out`."""
-    tile = tiles + 4 * tl.program_id(0).to(tl.int64)
-    row, lane = rows + tl.load(tile) * _COLUMNS, tl.arange(0, _TILE)
-    inside = lane < tl.load(tile + 2).to(tl.int32)
-    place = _memory(row) + _at(row, _TARGET, tl.load(tile + 1).to(tl.int32) + lane)
-    tl.store(out + tl.load(tile + 3) + lane, tl.load(place, mask=inside, other=0), mask=inside)
-
-
-@triton.jit
-def _block(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor) -> tl.tensor:
-    """Return this program's row, and for each lane: index of a change, whether it exists, its element.
-    `blocks`: int64 [b, 3] from `Changes.blocks`; `element`: int32 [n]."""
-    block, lane = blocks + 3 * tl.program_id(0).to(tl.int64), tl.arange(0, _BLOCK)
-    at, inside = tl.load(block + 1) + lane, lane < tl.load(block + 2)
-    return rows + tl.load(block) * _COLUMNS, at, inside, tl.load(element + at, mask=inside, other=0)
-
-
-@triton.jit
-def look(
-    rows: tl.tensor,
-    blocks: tl.tensor,
-    element: tl.tensor,
-    ulps: tl.tensor,
-    new: tl.tensor,
-    inner: tl.tensor,
-    cells: tl.tensor,
-) -> None:
-    """Fill `new` with the bits after the changes, and add the change of the digest to `cells`."""
-    row, at, inside, number = _block(rows, blocks, element)
-    old = tl.load(_memory(row) + _at(row, _TARGET, number), mask=inside, other=0)
-    value = old + tl.load(ulps + at, mask=inside, other=0)
-    tl.store(new + at, value, mask=inside)
-    position = tl.load(row + _FIRST) + _at(row, _SOURCE, number)
-    factor = tl.load(inner + (position % 4096)).to(tl.uint32, bitcast=True).to(tl.uint64)
-    seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
-    moved = tl.sum(outer(seed, position // 4096) * factor * (_unsigned(value) - _unsigned(old)), 0)
-    _add(cells, tl.program_id(0), moved * tl.load(row + _COUNTED).to(tl.uint64))
-
-
-@triton.jit
-def put(
-    rows: tl.tensor,
-    blocks: tl.tensor,
-    element: tl.tensor,
-    ulps: tl.tensor,
-    new: tl.tensor,
-    undo: tl.constexpr,
-) -> None:
-    """Write the new bits. With `undo`, write the old bits, which are the new bits minus `ulps`."""
-    row, at, inside, number = _block(rows, blocks, element)
-    bits = tl.load(new + at, mask=inside, other=0)
-    if undo:
-        bits = bits - tl.load(ulps + at, mask=inside, other=0)
-    tl.store(_memory(row) + _at(row, _TARGET, number), bits, mask=inside)
-
-
-@triton.jit
-def check(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor, new: tl.tensor, wrong: tl.tensor) -> None:
-    """Add to `wrong`, int64 [1], the number of elements that do not have the new bits."""
-    row, at, inside, number = _block(rows, blocks, element)
-    there = tl.load(_memory(row) + _at(row, _TARGET, number), mask=inside, other=0)
-    missed = tl.sum((there != tl.load(new + at, mask=inside, other=0)).to(tl.int64), 0)
-    if missed != 0:
-        tl.atomic_add(wrong, missed)
-
-
-class DeviceMemory:
-    """The parameters of a `Table` on a GPU.
-
-    `programs`: at most this many multiprocessors hash whole tiles; the others are left to the engine.
-    """
-
-    def __init__(self, table: memory.Table) -> None:
-        self._table, self._device = table, table.device
-        self._stream, self.programs = None, 8
+    def __init__(self, table: Table) -> None:
+        super().__init__(table)
+        rows, self._device, self._stream = table.rows, table.device, None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-            self.programs = max(1, torch.cuda.get_device_properties(self._device).multi_processor_count // 4)
         with self._staging():
-            self._inner = inner(self._device)
-            self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
-            (self._rows,) = self._upload([table.rows])
-            self._whole, self._others = self._upload(_tiles(table))
+            found = {flat.data_ptr(): flat for flat in map(gpu.words_of, table.memory)}
+            starts = np.array(sorted(found), np.int64)
+            self._memories = [found[start] for start in starts.tolist()]  # flat, by address
+            home = np.searchsorted(starts, rows[:, memory.ADDRESS], side="right") - 1
+            self._home: Index = np.maximum(0, home)  # the memory of each row
+            at = (rows[:, memory.ADDRESS] - starts[self._home]) // 2 if starts.size else rows[:, 0]
+            self._columns = torch.from_numpy(np.column_stack([rows, at]).T.copy()).to(self._device)
+        used = [dim for dim in range(memory.DIMS) if (rows[:, memory.SIZES + dim] != 1).any()]
+        self._first_dim = min([*used, memory.DIMS - 1])  # all earlier dimensions have size 1
+        self._flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)  # rows of one dimension
+        self._solid = self._flat & (rows[:, memory.TARGET - 1] == 1)  # also contiguous in the checkpoint
+        self._dense: list[bool] = (self._flat & (rows[:, memory.COLUMNS - 1] == 1)).tolist()  # in memory
+        # Of each row, its last dimension in memory: all of a row that is flat.
+        lines = np.column_stack([self._home, rows[:, [memory.SOURCE - 1, memory.COLUMNS - 1]], at]).tolist()
+        self._views = [self._memories[m].as_strided((n,), (step,), first) for m, n, step, first in lines]
 
-    def digest(self) -> int:
-        """This worker's share of the live parameters' digest, read from memory."""
-        with self._staging():
-            self._cells.zero_()
-            count, sums = len(self._whole), (self._inner, self._cells)
-            programs = min(count, self.programs)
-            launch(digest_whole, programs, self._rows, self._whole, *sums, count, num_warps=WARPS)
-            launch(digest, len(self._others), self._rows, self._others, *sums)
-            return self._sum()
-
-    known_digest = digest  # reading everything again is fast on a GPU
-
-    def recheck(self) -> None:
-        """Do nothing, because on a GPU `known_digest` hashes all live parameters again."""
-
-    def read(self, parts: memory.Rows) -> Bits:
+    def read(self, parts: Rows) -> Bits:
         """Read live bits. `parts` is int64 [p, 3]: row of the table, first element, number of elements."""
-        tiles = cut(parts, TILE)
-        tiles = np.column_stack([tiles, tiles[:, 2].cumsum() - tiles[:, 2]])
+        sizes = [int(batch[:, 2].sum()) for batch in self._batches(parts)]
+        out = gpu.room((sum(sizes),), torch.int16, self._device)
         with self._staging():
-            out = self._pinned((int(parts[:, 2].sum()),), torch.int16)
-            launch(read_kernel, len(tiles), self._rows, self._upload([tiles])[0], out)
-            self._sum()
+            for batch, target in zip(self._batches(parts), out.split(sizes), strict=True):
+                target.copy_(self._bits(batch), non_blocking=True)
+            gpu.wait(self._device)
         return out.numpy().view(np.uint16)
 
-    def prepare(self, changes: memory.Changes) -> tuple[memory.Step, int]:
-        """Return a `Step` that writes the changes, and what they add to this worker's share of the digest."""
-        arrays = (changes.blocks(BLOCK), changes.element, changes.ulps.view(np.int16))
+    def _hash(self, some: slice) -> NDArray[np.uint64]:
+        """The digest of each of these rows. Most rows are contiguous in the checkpoint; they are hashed by
+        block. In other rows, each element gets its two factors."""
+        parts = self._table.parts[some]
+        solid = self._solid[parts[:, 0]]
         with self._staging():
-            blocks, element, ulps = self._upload(arrays, also=changes.ulps.nbytes)
-            there = ulps.device == self._device
-            new = torch.empty_like(ulps) if there else self._pinned(ulps.shape, ulps.dtype)
-            self._cells.zero_()
-            changed = (self._rows, blocks, element, ulps, new)
-            launch(look, len(blocks), *changed, self._inner, self._cells)
-            wrong = torch.zeros(1, dtype=torch.int64, device=self._device)
-            moved = self._sum()
+            digests = torch.zeros(len(self._table.rows), dtype=torch.int64, device=self._device)
+            for batch in self._batches(parts[solid], 2 * BLOCK):
+                self._hash_blocks(batch, digests)
+            for batch in self._batches(parts[~solid]):
+                bits = gpu.unsigned(self._bits(batch))
+                of, element = self._elements(batch)
+                position = self._places(memory.SOURCE, of, element).add_(self._columns[memory.FIRST][of])
+                bits.mul_(gpu.factors(self._columns[memory.SEED][of], position))
+                digests.index_add_(0, of, bits)
+            (there,) = gpu.read([digests[some]], self._device)
+        return there.numpy().view(np.uint64)
 
-        def do() -> tuple[int, float]:  # `do` and `undo` use the caller's stream
-            started = time.perf_counter()
-            read(wrong.zero_())  # waits for the engine's step
-            waited_s = time.perf_counter() - started
-            launch(put, len(blocks), *changed, undo=False)
-            launch(check, len(blocks), self._rows, blocks, element, new, wrong)
-            return int(read(wrong)), waited_s
+    def _hash_blocks(self, batch: Rows, digests: torch.Tensor) -> None:
+        """Add the digests of parts of solid rows. The parts are copied to where they lie in blocks of the
+        digest; the rest of each block is zero."""
+        row, first, count = batch.T
+        position = self._table.rows[row, memory.FIRST] + first
+        lead = position % BLOCK
+        blocks = -(-(lead + count) // BLOCK)
+        number = np.arange(blocks.sum()) + np.repeat(position // BLOCK - blocks.cumsum() + blocks, blocks)
+        of, number = self._upload(np.repeat(row, blocks)), self._upload(number)
+        bits = torch.zeros(int(blocks.sum()) * BLOCK, dtype=torch.int16, device=self._device)
+        sizes = np.column_stack([lead, count, blocks * BLOCK - lead - count]).reshape(-1)
+        self._pack(batch, bits.split(sizes.tolist())[1::3])
+        sums = gpu.block_sums(bits).mul_(gpu.outer(self._columns[memory.SEED][of], number))
+        digests.index_add_(0, of, sums)
 
-        def undo() -> None:
-            launch(put, len(blocks), *changed, undo=True)
-            read(wrong)  # waits until the old bits are there
+    def _prepared(self, changes: Changes) -> tuple[Write, NDArray[np.uint64]]:
+        order = np.argsort(self._home[changes.rows], kind="stable")  # memory by memory
+        rows, counts, size = changes.rows[order], changes.counts[order], changes.ulps.size
+        begin = (changes.counts.cumsum() - changes.counts)[order]
+        its = [slice(*ends) for ends in np.column_stack([begin, begin + counts]).tolist()]
+        fits = 2 * _STAGED * size <= gpu.free_bytes(self._device)
+        with self._staging():
+            element, ulps = (gpu.room((size,), kind, self._device) for kind in (torch.int32, torch.int16))
+            if size:
+                np.concatenate([changes.element[some] for some in its], out=element.numpy())
+                np.concatenate([changes.ulps.view(np.int16)[some] for some in its], out=ulps.numpy())
+            kinds = torch.int64, torch.int16, torch.int16
+            if fits:
+                staged = [torch.empty(size, dtype=kind, device=self._device) for kind in kinds]
+            else:
+                staged = [gpu.room((size,), kind, self._device) for kind in kinds]
+            index, old, new = staged
+            row_of, ends = self._upload(rows), self._upload(counts.cumsum())
+            moved = torch.zeros(len(self._table.rows), dtype=torch.int64, device=self._device)
+            for load in self._loads(rows, counts, gpu.CHANGES):
+                numbers = torch.arange(load.all.start, load.all.stop, device=self._device)
+                of = row_of[torch.searchsorted(ends, numbers, right=True)]
+                number = element[load.all].to(self._device, non_blocking=True).to(torch.int64)
+                at = self._places(memory.TARGET, of, number).add_(self._columns[_AT][of])
+                was = _get(load.runs, at, torch.empty_like(at, dtype=torch.int16))
+                now = was + ulps[load.all].to(self._device, non_blocking=True)
+                for into, found in zip(staged, (at, was, now), strict=True):
+                    into[load.all].copy_(found, non_blocking=True)
+                position = self._places(memory.SOURCE, of, number).add_(self._columns[memory.FIRST][of])
+                amount = gpu.unsigned(now) - gpu.unsigned(was)
+                moved.index_add_(0, of, amount.mul_(gpu.factors(self._columns[memory.SEED][of], position)))
+            loads = [*self._loads(rows, counts, max(1, size) if fits else gpu.CHANGES)]
+            most = max((load.all.stop - load.all.start for load in loads), default=0)
+            # An undo must not fail, so whatever it needs is there before anything is written.
+            near = [torch.empty(0 if fits else most, dtype=k, device=self._device) for k in kinds[:2]]
+            back, wrong = torch.empty(most, dtype=torch.int16, device=self._device), moved.new_zeros(1)
+            (total,) = gpu.read([moved], self._device)
 
-        return memory.Step(do, undo), moved
+        def here(kept: torch.Tensor, some: slice, room: torch.Tensor) -> torch.Tensor:
+            part = kept[some]
+            return part if fits else room[: part.numel()].copy_(part, non_blocking=True)
 
-    def _sum(self) -> int:
-        return int(read(self._cells.sum()))  # waits for the kernels
+        @torch.no_grad()
+        def write(undo: bool) -> tuple[int, float]:  # on the caller's stream
+            with gpu.on(self._device):
+                started = time.perf_counter()
+                gpu.wait(self._device)  # for the engine's step
+                waited_s = time.perf_counter() - started
+                wrong.zero_()
+                for load in loads:
+                    at, bits = here(index, load.all, near[0]), here(old if undo else new, load.all, near[1])
+                    _put(load.runs, at, bits)
+                    if not undo:
+                        wrong.add_((_get(load.runs, at, back[: at.numel()]) != bits).sum())
+                return int(gpu.read([wrong], self._device)[0]), waited_s
 
-    def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
-        """Copy arrays to the device, or to pinned memory if they take over half of the device's free bytes.
+        return write, total.numpy().view(np.uint64)
 
-        `also`: bytes that the caller allocates in the same place afterwards; they count, too.
-        """
-        fits = 2 * (sum(array.nbytes for array in arrays) + also) <= free_bytes(self._device)
-        copies = []
-        for array in arrays:
-            copy = self._pinned(array.shape, torch.from_numpy(array[:0]).dtype)
-            copy.numpy()[...] = array
-            copies.append(copy.to(self._device, non_blocking=True) if fits else copy)
-        return copies
+    def _loads(self, rows: Index, counts: Index, most: int) -> Iterator[_Load]:
+        """Cut changes into loads of at most `most`. The changes of rows in one memory lie together."""
+        sizes = np.bincount(self._home[rows], counts, len(self._memories)).astype(np.int64)
+        ends, used = sizes.cumsum(), sizes > 0
+        for some in gpu.cuts(int(counts.sum()), most):
+            inside = used & (ends > some.start) & (ends - sizes < some.stop)
+            starts, stops = np.maximum(ends - sizes, some.start), np.minimum(ends, some.stop)
+            cuts = np.column_stack([starts, stops])[inside] - some.start
+            numbers = np.flatnonzero(inside).tolist()
+            yield _Load(
+                some,
+                [(self._memories[m], slice(*cut)) for m, cut in zip(numbers, cuts.tolist(), strict=True)],
+            )
 
-    def _pinned(self, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, pin_memory=self._device.type == "cuda")
+    def _batches(self, parts: Rows, room: int = 0) -> list[Rows]:
+        """Cut parts of rows into lists, each with `HASHED` elements or some more; `room`: for each part, this
+        many more count."""
+        parts = cut(parts, HASHED)
+        starts = np.flatnonzero(np.diff((parts[:, 2] + room).cumsum() // HASHED)) + 1
+        return np.split(parts, starts) if len(parts) else []
+
+    def _bits(self, batch: Rows) -> torch.Tensor:
+        """The live bits of parts of rows, int16, one part after the other."""
+        bits = torch.empty(int(batch[:, 2].sum()), dtype=torch.int16, device=self._device)
+        targets, flat = bits.split(batch[:, 2].tolist()), self._flat[batch[:, 0]]
+        self._pack(batch[flat], [targets[j] for j in np.flatnonzero(flat)])
+        if len(others := batch[~flat]):  # by index, because a part of a box is no box
+            of, element = self._elements(others)
+            at = self._places(memory.TARGET, of, element).add_(self._columns[_AT][of])
+            home, ends = self._home[others[:, 0]], others[:, 2].cumsum()
+            changes = np.flatnonzero(np.diff(home, append=-1))  # the last part of each run in one memory
+            stretches = pairwise([0, *ends[changes].tolist()])
+            runs = [
+                (self._memories[home[j]], slice(*ends)) for j, ends in zip(changes, stretches, strict=True)
+            ]
+            found = _get(runs, at, torch.empty_like(at, dtype=torch.int16))
+            gpu.pack(found.split(others[:, 2].tolist()), [targets[j] for j in np.flatnonzero(~flat)])
+        return bits
+
+    def _pack(self, batch: Rows, targets: Sequence[torch.Tensor]) -> None:
+        """Copy parts of flat rows."""
+        views, parts = self._views, batch.tolist()
+        sources = [views[row][first : first + count] for row, first, count in parts]
+        gpu.pack(sources, targets, fresh=[self._dense[row] for row, _, _ in parts])
+
+    def _elements(self, batch: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each element of parts of rows: its row, and its number within the row."""
+        row, first, count = batch.T
+        shift = self._upload(first - count.cumsum() + count)
+        size = int(count.sum())
+        of = torch.repeat_interleave(self._upload(count), output_size=size)
+        return self._upload(row)[of], torch.arange(size, device=self._device).add_(shift[of])
+
+    def _places(self, strides: int, of: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
+        """Distances of elements from their row's first, in the checkpoint (`strides`: SOURCE) or in memory
+        (TARGET)."""
+        first, last = self._first_dim, memory.DIMS
+        sizes, steps = (self._columns[kind + first : kind + last] for kind in (memory.SIZES, strides))
+        return gpu.places(sizes, steps, of, element)
+
+    def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers, np.int64)).to(self._device)
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[None]:
         """Run a block on this device and on the staging stream, in any thread."""
-        with torch.no_grad(), torch.cuda.stream(self._stream):  # without a stream, this changes nothing
+        with torch.no_grad(), gpu.on(self._device), torch.cuda.stream(self._stream):
             yield
 
 
-def _tiles(table: memory.Table) -> tuple[memory.Rows, memory.Rows]:
-    """The tiles for `digest_whole`, and those for `digest`: together all elements that this worker hashes."""
-    rows, tiles = table.rows, cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
-    flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)
-    contiguous = (rows[:, memory.TARGET - 1] == 1) & (rows[:, memory.COLUMNS - 1] == 1)  # last strides
-    aligned = (rows[:, memory.FIRST] % TILE == 0) & (rows[:, memory.ADDRESS] % 16 == 0)
-    whole = (flat & contiguous & aligned)[tiles[:, 0]] & (tiles[:, 2] == TILE)
-    return tiles[whole], cut(tiles[~whole], PIECE)
+def _get(runs: Sequence[tuple[torch.Tensor, slice]], at: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Fill `bits` (int16 [n]) with what is at these places of flat memories, and return it."""
+    for flat, some in runs:
+        torch.index_select(flat, 0, at[some], out=bits[some])
+    return bits
+
+
+def _put(runs: Sequence[tuple[torch.Tensor, slice]], at: torch.Tensor, bits: torch.Tensor) -> None:
+    """Write `bits` (int16 [n]) to these places of flat memories."""
+    for flat, some in runs:
+        flat.index_put_((at[some],), bits[some])

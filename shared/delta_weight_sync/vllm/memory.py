@@ -1,13 +1,14 @@
-"""All live parameters of a model as one table, and the numba kernels that hash and write them on the host.
+"""All live parameters of a model as one table, and the numba loops that hash and write them on the host.
 
 A piece is a strided part of a checkpoint tensor that lies in a parameter of vLLM, possibly with other
 strides. A piece's elements are numbered 0, 1, 2, ... in row-major order. The number gives the position in the
 checkpoint tensor and the address in memory. Changes store the number as an int32, so a piece with too many
 elements becomes several rows of the table. If there are many changes, several threads share the work, on up
-to half of the host's cores. `gpu` has the same kernels for GPUs.
+to half of the host's cores. `gpu` does the same with tensor operations, on a GPU.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 from typing import Any, NamedTuple
@@ -31,8 +32,7 @@ Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
 
 DIMS = 4
-# Limit of elements of a row. An int32 must hold each number, also numbers past the end in a GPU's last block.
-MOST = (1 << 31) - (1 << 16)
+MOST = (1 << 31) - 1  # limit of elements of a row: an int32 must hold each number
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
 # `routes.joined` dropped dimensions of size 1, so a row has one dimension if the size before the last is 1.
@@ -212,12 +212,17 @@ class Step(NamedTuple):
     undo: Callable[[], object]
 
 
-class HostMemory:
-    """The parameters of a `Table` on the host.
+Write = Callable[[bool], tuple[int, float]]  # puts the old bits back if it is given True; the answer of `do`
+
+
+class Memory(ABC):
+    """The parameters of a `Table`, hashed, read and written where they are.
 
     This object keeps each row's digest, which is the last hash of the row plus the changes of later commits.
     If a commit writes while a row is hashed, that hash is dropped.
     """
+
+    _threads = 1  # that hash slices
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -228,10 +233,22 @@ class HostMemory:
         # The rows at which slices begin, and the end. Slices have about equally many elements.
         self._cuts, self._turn = np.append(np.searchsorted(ends, shares[:-1]), ends.size), 0
 
+    @abstractmethod
+    def read(self, parts: Rows) -> Bits:
+        """Read live bits. `parts` is int64 [p, 3]: row of the table, first element, number of elements."""
+
+    @abstractmethod
+    def _hash(self, some: slice) -> NDArray[np.uint64]:
+        """The digest of each of these rows."""
+
+    @abstractmethod
+    def _prepared(self, changes: Changes) -> tuple[Write, NDArray[np.uint64]]:
+        """Return what writes the changes, and how each row's digest changes."""
+
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""
-        rows, slices = self._table.rows, pairwise(self._cuts)
-        self._digests = np.concatenate([*in_order(lambda ends: _digest(rows[slice(*ends)], INNER), slices)])
+        slices = (slice(*ends) for ends in pairwise(self._cuts))
+        self._digests = np.concatenate([*in_order(self._hash, slices, self._threads)])
         return self.known_digest()
 
     def known_digest(self) -> int:
@@ -240,11 +257,39 @@ class HostMemory:
 
     def recheck(self) -> None:
         """Hash the next slice of the parameters again; `known_digest` then uses the new hashes."""
-        part, before = slice(*self._cuts[self._turn : self._turn + 2]), self._writes
-        found = _digest(self._table.rows[part], INNER)
+        some, before = slice(*self._cuts[self._turn : self._turn + 2]), self._writes
+        found = self._hash(some)
         if before == self._writes and before % 2 == 0:
-            self._digests[part] = found
+            self._digests[some] = found
             self._turn = (self._turn + 1) % SLICES
+
+    def prepare(self, changes: Changes) -> tuple[Step, int]:
+        """Return the step that writes the changes, and the change of this worker's share of the digest."""
+        write, moved = self._prepared(changes)
+        before = self._digests
+
+        def written(old: bool, digests: NDArray[np.uint64]) -> tuple[int, float]:
+            self._writes += 1
+            try:
+                answer = write(old)
+                self._digests = digests
+            finally:
+                self._writes += 1
+            return answer
+
+        def do() -> tuple[int, float]:
+            nonlocal before
+            before = self._digests
+            return written(False, before + moved)
+
+        counted = self._table.rows[:, COUNTED] == 1
+        return Step(do, lambda: written(True, before)), int(moved[counted].sum())
+
+
+class HostMemory(Memory):
+    """The parameters of a `Table` on the host."""
+
+    _threads = 0  # all
 
     def read(self, parts: Rows) -> Bits:
         """Read live bits. `parts` is int64 [p, 3]: row of the table, first element, number of elements."""
@@ -252,11 +297,12 @@ class HostMemory:
         _read(self._table.rows, parts, bits)
         return bits
 
-    def prepare(self, changes: Changes) -> tuple[Step, int]:
-        """Return the step that writes the changes, and the change of this worker's share of the digest."""
+    def _hash(self, some: slice) -> NDArray[np.uint64]:
+        return _digest(self._table.rows[some], INNER)
+
+    def _prepared(self, changes: Changes) -> tuple[Write, NDArray[np.uint64]]:
         new = np.empty_like(changes.ulps)  # the bits after the changes
         rows, blocks, element = self._table.rows, changes.blocks(_NEAR), changes.element
-        before = self._digests
         least = max(1, len(blocks) * _SHARED // max(1, element.size))  # blocks with about `_SHARED` changes
 
         def look(some: slice) -> NDArray[np.uint64]:
@@ -264,23 +310,12 @@ class HostMemory:
             _look(rows, blocks[some], element, changes.ulps, new, moved, INNER)
             return moved
 
+        def write(old: bool) -> tuple[int, float]:
+            values = new - changes.ulps if old else new
+            return sum(in_parts(lambda s: _put(rows, blocks[s], element, values), len(blocks), least)), 0.0
+
         moved = np.stack(in_parts(look, len(blocks), least)).sum(0)
-
-        def write(values: Bits, digests: NDArray[np.uint64]) -> tuple[int, float]:
-            self._writes += 1
-            try:
-                put = in_parts(lambda s: _put(rows, blocks[s], element, values), len(blocks), least)
-                self._digests = digests
-            finally:
-                self._writes += 1
-            return sum(put), 0.0
-
-        def do() -> tuple[int, float]:
-            nonlocal before
-            before = self._digests
-            return write(new, before + moved)
-
-        return Step(do, lambda: write(new - changes.ulps, before)), int(moved[rows[:, COUNTED] == 1].sum())
+        return write, moved
 
 
 @kernel

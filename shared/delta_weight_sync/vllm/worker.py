@@ -15,10 +15,9 @@ any worker is undone bit for bit on all workers. `waited_s` is how long a commit
 under way; neither `commit_s` nor the pause that `_step_commit` measures contains this time. `live_at` is the
 moment at which all workers had written, as this host's unix time.
 
-A commit reads back what it wrote in place. To notice other code that writes to the live parameters, a worker
-hashes them again. On a GPU, every stage first hashes all parameters. On a CPU, a thread hashes slice after
-slice, all of them within `RECHECK_S`. If a hash differs, the worker refuses the stage (on a CPU, the next
-stage). The follower then repairs the weights by a join.
+A commit reads back what it wrote in place. To notice other code that writes to the live parameters, a thread
+of the worker hashes them again, slice after slice, all of them within `RECHECK_S`. If a hash differs, the
+worker refuses the next stage. The follower then repairs the weights by a join.
 
 A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
 patch such a tensor in place. So if a commit changes one such tensor, it loads all such tensors by vLLM's own
@@ -33,40 +32,36 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
 
-from delta_weight_sync import checkpoint, codec, errors
+from delta_weight_sync import checkpoint, codec, errors, gpu
 from delta_weight_sync.codec import Bits, Patch
 from delta_weight_sync.codec._patch import cut
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.util import swap
 from delta_weight_sync.vllm import cpu, memory, routes
-from delta_weight_sync.vllm.memory import Changes, HostMemory, Step, Table
+from delta_weight_sync.vllm.memory import Changes, HostMemory, Memory, Step, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
-if TYPE_CHECKING:
-    from delta_weight_sync.vllm.gpu import DeviceMemory
-
 _TIMEOUT = timedelta(seconds=120)
-RECHECK_S = 60.0  # time in which all parameters on a CPU are hashed again
+RECHECK_S = 60.0  # time in which all parameters are hashed again
 _MANY = 1 << 20  # from this number of changes on, workers share the decoding (encoding `fast`)
 _BATCH = 1 << 25  # elements of a batch that is compared with a checkpoint; some batches have up to twice this
 _log = logging.getLogger("delta_weight_sync")
 
 Answer = dict[str, Any]
-Memory: TypeAlias = "HostMemory | DeviceMemory"
 
 
 class Ranks:
@@ -274,13 +269,13 @@ def memory_of(table: Table) -> Memory:
     """The object that reads and writes the parameters of `table`, on their device."""
     if table.device.type == "cpu":
         return HostMemory(table)
-    from delta_weight_sync.vllm.gpu import DeviceMemory  # needs Triton, which only GPU builds have
+    from delta_weight_sync.vllm.gpu import DeviceMemory  # needed only with a GPU
 
     return DeviceMemory(table)
 
 
 def warm_up(device: torch.device) -> Staged:
-    """Compile all kernels of a replica on a small tensor, which has complete tiles and an incomplete tile."""
+    """Compile or load all that a replica runs, on a small tensor."""
     whole = Geometry(0, (9001,), (1,))
     piece = Piece(torch.zeros(whole.sizes, dtype=torch.int16, device=device), whole, whole)
     live = memory_of(Table({"w": Route(whole.sizes, (piece,))}, {"w": (0,)}))
@@ -324,16 +319,22 @@ class DeltaWorker:
         if reason := _unsupported(config):
             raise errors.RouteError(reason)
         self._model, self._config = worker.get_model(), config
-        if next(self._model.parameters()).device.type == "cpu":
+        if self._device.type == "cpu":
             cpu.self_test(self._model)
         self._ranks = Ranks(config.parallel_config.world_size)
         self._staged, self._digest = Staged(), 0
         self.staging: Future[Answer] = Future()  # the answer to "staged"
         self._rechecks: Thread | None = None
 
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._model.parameters()).device
+        return device
+
     def warm(self) -> Answer:
-        """Begin to compile the kernels while vLLM generates; `learn` would compile them while vLLM waits."""
-        return self._begin("warm", partial(warm_up, next(self._model.parameters()).device))
+        """Begin to compile what stages and commits run, while vLLM generates; `learn` would compile it while
+        vLLM waits. On a GPU, this loads torch's own kernels."""
+        return self._begin("warm", partial(warm_up, self._device))
 
     def learn(self, shapes: dict[str, list[int]], dtypes: dict[str, str] | None = None) -> Answer:
         """Learn where the tensors of a run are in the model's parameters.
@@ -402,7 +403,8 @@ class DeltaWorker:
     def _stage(self, work: Callable[[], Staged], staging: Future[Answer]) -> None:
         started = time.perf_counter()
         try:
-            self._staged = work()
+            with gpu.on(self._device):  # in a new thread, device 0 is the current one
+                self._staged = work()
             answer: Answer = {"done": True, "stage_s": time.perf_counter() - started}
         except Exception as error:  # noqa: BLE001 - it is the answer
             answer = _failed(error)
@@ -429,7 +431,8 @@ class DeltaWorker:
 
 def _recheck(of: weakref.ref[DeltaWorker]) -> None:
     while worker := of():
-        worker.weights.memory.recheck()
+        with suppress(torch.OutOfMemoryError):  # the engine may need all of a GPU for a moment
+            worker.weights.memory.recheck()
         del worker
         # One tenth of `RECHECK_S` remains for hashing, and for repeating slices that a commit disturbed.
         time.sleep(0.9 * RECHECK_S / memory.SLICES)
