@@ -1,7 +1,6 @@
 """What `make` would run on a machine with a GPU: the demo there, the tests on the CPU's builds."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +42,4 @@ def test_what_a_gpu_installs_fits_together(requirements):
     command += [requirements, "pyproject.toml"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    tested = (ROOT / "tests" / "requirements.txt").read_text()
     assert {"torch==2.13.0", "cuda-toolkit==13.0.3.0"} <= set(done.stdout.split())
-    assert re.search("^triton==[0-9.]+", done.stdout, re.M)[0] in tested.split()

@@ -1,1 +1,1 @@
-"""Checks offline whether the kernels are right on this machine's GPU, and how fast they are."""
+"""Checks offline whether a sync is exact on this machine's GPU, and how fast it is."""

@@ -10,17 +10,14 @@ class Row(NamedTuple):
     what: str
     figure: str = ""
     right: bool | None = None
-    predicted: str = ""
 
     def __str__(self) -> str:
         verdict = {True: "PASS", False: "FAIL", None: ""}[self.right]
-        return (
-            "| " + " | ".join(part.replace("|", "/") for part in (verdict, *self[:2], self.predicted)) + " |"
-        )
+        return "| " + " | ".join(part.replace("|", "/") for part in (verdict, *self[:2])) + " |"
 
 
 Rows = Iterator[Row]
-HEAD = "| | what | measured | predicted |\n| --- | --- | --- | --- |"
+HEAD = "| | what | measured |\n| --- | --- | --- |"
 
 
 def ms(seconds: float) -> str:

@@ -1,169 +1,155 @@
-"""Measures the cost of a sync on the GPU, separately for device and host.
+"""Measures the parts of a sync on a GPU, and names the operations that take most of the device's time.
 
-Speeds of the device are shown as a share of the speed of a copy in the same run. A healthy card exceeds the
-required share by far, so FAIL means that something is broken.
+Rates are also shown as a share of the rate of a copy in the same run: of bytes that are read and written. A
+part whose share is small would gain from a kernel of its own.
 """
 
 import gc
+import math
+import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu_check import predict
 from bench.gpu_check.model import Replica
 from bench.gpu_check.report import Row, Rows, gb_s, ms
-from bench.model import find
-from delta_weight_sync import util
-from delta_weight_sync.publish.mirror import Block, Mirror, Part
-from delta_weight_sync.vllm.memory import Step
+from bench.model import find, whole_parts
+from bench.shapes import Shapes, qwen_shapes, shapes_8b, shapes_experts
+from delta_weight_sync.publish.mirror import Mirror, Place
 
-_REPEATS = 5
+_REPEATS = 3
 _COPIED = 1 << 30  # bytes
-_SHARES = {
-    "digest": 0.4,
-    "commit": 0.25,
-    "diff": 0.2,
-}  # required share of a copy's bandwidth
+_BEGIN_S = 90.0  # no model is begun after this time
+_ROOM = 4.5  # bytes of GPU memory per weight: weights, mirror, and what a hand-over needs
+_HOST_ROOM = 6.0  # bytes of host memory per weight: mirrors, and what the first sync copies
+_OPERATIONS = 4  # that are named for each part
+_TINY: Mapping[str, Shapes] = {"tiny": {"a": (64, 128), "b": (5000,)}}
 
 
 def rows(device: torch.device) -> Rows:
     """One row for each figure."""
-    if device.type != "cuda":
-        yield Row("speed: unmeasured, because there is no GPU")
-        return
-    copied, up, down = _bandwidths(device)
+    started, on_host = time.monotonic(), device.type != "cuda"
+    models = {"Qwen3-0.6B": qwen_shapes(), "Qwen3-8B": shapes_8b(), "Qwen3-30B-A3B": shapes_experts()}
+    copied, up, down = _bandwidths(device, _COPIED >> 10 if on_host else _COPIED)
     yield Row("copy on the card, read and written", gb_s(copied))
     yield Row("pinned memory to the card, and back", f"{gb_s(up)}, {gb_s(down)}")
-    for name, shapes in predict.models().items():
-        try:
-            yield from _model(name, Replica(shapes, device), copied, min(up, down), device)
-        except torch.cuda.OutOfMemoryError:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name, shapes in (_TINY if on_host else models).items():
+        weights = sum(map(math.prod, shapes.values()))
+        if not on_host and _ROOM * weights > torch.cuda.mem_get_info(device)[0]:
             yield Row(f"{name}: this GPU has too little memory for this model")
+        elif time.monotonic() - started > _BEGIN_S:
+            yield Row(f"{name}: no time was left for this model")
+        else:
+            yield from _model(name, Replica(shapes, device), copied, device, _HOST_ROOM * weights < memory)
         gc.collect()
-        torch.cuda.empty_cache()
+        if not on_host:
+            torch.cuda.empty_cache()
 
 
-def _bandwidths(device: torch.device) -> tuple[float, float, float]:
+def _bandwidths(device: torch.device, size: int) -> tuple[float, float, float]:
     """Bytes per second: of a copy on the card (read and written), to the card, and back."""
-    there, here = (torch.empty(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
-    pinned = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
-    copied = 2 * _COPIED / _device_s(device, lambda: here.copy_(there))
-    up = _COPIED / _device_s(device, lambda: there.copy_(pinned, non_blocking=True))
-    return copied, up, _COPIED / _device_s(device, lambda: pinned.copy_(there, non_blocking=True))
+    there, here = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    copied = 2 * size / _seconds(device, lambda: here.copy_(there))
+    up = size / _seconds(device, lambda: there.copy_(pinned, non_blocking=True))
+    return copied, up, size / _seconds(device, lambda: pinned.copy_(there, non_blocking=True))
 
 
-def _model(name: str, replica: Replica, copied: float, bus: float, device: torch.device) -> Rows:
-    processors, weights = torch.cuda.get_device_properties(device).multi_processor_count, replica.elements
-    expected = predict.seconds(weights, copied, bus, processors, util.THREADS)
+def _model(name: str, replica: Replica, copied: float, device: torch.device, host_mirror: bool) -> Rows:
+    def part(what: str, work: Callable[[], object], moved: float = 0.0) -> Rows:
+        seconds = _seconds(device, work)
+        rate = f", {gb_s(moved / seconds)}, {100 * moved / seconds / copied:.0f} % of a copy" if moved else ""
+        yield Row(f"{name}: {what}", ms(seconds) + rate)
+        yield from _profiled(f"{name}: {what}", work)
 
-    def row(part: str, seconds: float, kind: str = "", moved: float = 0.0) -> Row:
-        rate, right = moved / seconds, None
-        if kind:
-            right = rate >= _SHARES[kind] * copied
-        share = f", {gb_s(rate)}, {100 * rate / copied:.0f} % of a copy" if moved else ""
-        return Row(
-            f"{name}: {part}", ms(seconds) + share, right, ms(expected[part]) if part in expected else ""
-        )
-
-    memory, quarter = replica.memory, replica.memory.programs
-    digest = "stage, digest on a quarter of the GPU"
-    yield row(digest, _device_s(device, memory.digest, memory), moved=2.01 * weights)
-    yield Row(
-        f"{name}: a matrix product at the same time", f"takes {_slowed(replica, device):.2f} times as long"
-    )
-    memory.programs = 8 * processors
-    yield row("digest on all of the GPU", _device_s(device, memory.digest, memory), "digest", 2.01 * weights)
-    yield Row(
-        f"{name}: a matrix product at the same time", f"takes {_slowed(replica, device):.2f} times as long"
-    )
-    memory.programs = quarter
-    changes = replica.changes()
-    yield row("stage, of placed changes", _wall_s(lambda: memory.prepare(changes)))
-    step, _ = memory.prepare(changes)
-    moved = 110 * changes.ulps.size
-    yield row("commit, write and read back", _device_s(device, step.do), "commit", moved)
-    yield row("commit, as the engine waits for it", _wall_s(step.do))
-    yield row("undo", _wall_s(step.undo))
-    del step
-    places: tuple[Literal["host", "device"], ...] = ("device", "host")
+    yield from part("digest of all weights, at a join", replica.memory.digest, 2 * replica.elements)
+    yield from part("digest of one slice, each second", replica.memory.recheck)
+    yield from _commits(replica, part)
+    slowed = f"takes {_slowed(replica, device):.2f} times as long"
+    yield Row(f"{name}: a matrix product beside digests", slowed)
+    places: tuple[Place, ...] = ("device", "host") if host_mirror else ("device",)
     for place in places:
-        whole_s, device_s = _diff(replica, place, device)
-        mirror = "GPU" if place == "device" else "host"
-        kind = "diff" if place == "device" else ""
-        yield row(f"diff, device: mirror on the {mirror}", device_s, kind, 4 * weights)
-        yield row("diff, host: changes over the bus, unpacked", whole_s - device_s)
+        mirror = Mirror(place)
+        for key, tensor in replica.tensors.items():
+            mirror.add(key, tensor)
+
+        def hand_over(mirror: Mirror = mirror) -> None:
+            replica.flat[7::100] += 1
+            mirror.keep(find(mirror, whole_parts(replica.tensors.items())))
+
+        yield from part(f"hand-over, mirror on the {place}", hand_over, 4 * replica.elements)
 
 
-def _diff(replica: Replica, place: Literal["host", "device"], device: torch.device) -> tuple[float, float]:
-    """Seconds of a hand-over of bf16 parameters, and of the comparison in it."""
-    mirror = Mirror(place)
-    for name, tensor in replica.tensors.items():
-        mirror.add(name, tensor)
-    parts = [Part(name, t, Block.whole(t.shape), lasting=True) for name, t in replica.tensors.items()]
-
-    def change() -> None:
-        replica.flat[7::100] += 1
-
-    mirror.keep(find(mirror, parts))
-    whole = _wall_s(lambda: mirror.keep(find(mirror, parts)), before=change)
-    change()
-    diff = mirror._on(device)
-    (tiles,) = diff._tables.values()
-    return whole, _device_s(device, lambda: diff._compare(tiles))
+def _commits(replica: Replica, part: Callable[..., Rows]) -> Rows:
+    """Rows about one in a hundred weights, which are staged, committed and undone."""
+    changes = replica.changes()
+    yield from part("stage, without decoding", lambda: replica.memory.prepare(changes))
+    step, _ = replica.memory.prepare(changes)
+    yield from part("commit: the pause that the device adds", step.do)
+    yield from part("undo", step.undo)
 
 
 def _slowed(replica: Replica, device: torch.device) -> float:
-    """How many times as long matrix products take while the model is hashed again and again."""
-    left = torch.randn(256, 4096, device=device, dtype=torch.bfloat16)
-    right = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    """How many times as long matrix products take while slices are hashed without a pause."""
+    size = 4096 if device.type == "cuda" else 64
+    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
 
     def products() -> None:
-        for _ in range(200):
+        for _ in range(50):
             torch.mm(left, right)
 
-    alone, stop = _device_s(device, products), threading.Event()
+    if device.type == "cuda":  # vLLM, too, replays graphs, which do not wait for Python
+        graph, plain = torch.cuda.CUDAGraph(), products
+        products()
+        with torch.cuda.graph(graph):
+            plain()
+        products = graph.replay
+    alone, stop = _seconds(device, products), threading.Event()
 
     def hash_on() -> None:
         while not stop.is_set():
-            replica.memory.digest()
+            replica.memory.recheck()
 
     thread = threading.Thread(target=hash_on)
     thread.start()
     try:
-        return _device_s(device, products) / alone
+        return _seconds(device, products, all_streams=False) / alone
     finally:
         stop.set()
         thread.join()
 
 
-def _device_s(device: torch.device, work: Callable[[], object], staging: object = None) -> float:
-    """Median seconds by the device's clock, on the stream of `staging` or else on the current stream."""
-    measured = []
-    for _ in range(_REPEATS + 1):
-        torch.cuda.synchronize()
-        stream = getattr(staging, "_stream", None)
-        with torch.cuda.stream(stream):
-            begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-            begin.record()
-            work()
-            end.record()
-        torch.cuda.synchronize()
-        measured.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(measured[1:])
+def _profiled(part: str, work: Callable[[], object]) -> Rows:
+    """A row with the operations that take most of the device's time."""
+    on_gpu = torch.cuda.is_available()
+    kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[kind]) as profiler:
+        work()
+    key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, key))
+    named = (f"{e.key[:60]} {getattr(e, key) / 1e3:.3g} ms ({e.count})" for e in events[:_OPERATIONS])
+    yield Row(f"{part}, most of it", "; ".join(named))
 
 
-def _wall_s(work: Callable[[], Step | object], before: Callable[[], object] = lambda: None) -> float:
-    """Median seconds by the wall clock until the device has done all its work, after a warm-up."""
+def _seconds(device: torch.device, work: Callable[[], object], *, all_streams: bool = True) -> float:
+    """Median seconds until the device has done all its work (or that of this stream), after a warm-up."""
+
+    def wait() -> None:
+        if device.type == "cuda" and all_streams:
+            torch.cuda.synchronize(device)
+        elif device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
     measured = []
     for _ in range(_REPEATS + 1):
-        before()
-        torch.cuda.synchronize()
+        wait()
         started = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        wait()
         measured.append(time.perf_counter() - started)
     return statistics.median(measured[1:])

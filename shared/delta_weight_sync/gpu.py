@@ -78,7 +78,7 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor as flat int16. It shares the memory."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.int16, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes() // 2,))  # type: ignore[call-overload]
+    return flat.set_(storage, 0, (storage.nbytes() // 2,))  # type: ignore[call-overload, no-any-return]
 
 
 def cuts(size: int, most: int) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""The trainer's diff on a device: exact for every pattern, dtype and layout, at equal cost for many tensors."""
+"""The diff on a device: exact for every pattern, dtype and layout, at equal cost for many tensors."""
 
 import itertools
 import weakref

@@ -7,6 +7,7 @@ TRL needs a GPU that FlashAttention 3 supports, the package `kernels`, the Hub, 
 
 import contextlib
 import functools
+import inspect
 import multiprocessing
 import os
 import queue
@@ -36,6 +37,10 @@ _PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None
 _KILLED = "it was killed, perhaps because the memory is full"
 _SERVER_S = 240  # seconds to wait for vLLM; the same as in TRL
 _replace = setattr  # tests put `monkeypatch.setattr` here, which undoes the patches
+# Before 2.12, torch has no such argument, and its kernel takes fewer key heads without being asked.
+_GQA: dict[str, Any] = {}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    _GQA["enable_gqa"] = True
 _ROUNDING = 0.1  # in `_require_same_mask`: 16-bit rounding changes results by 0.01, another mask by 1
 
 
@@ -190,7 +195,7 @@ def _require_same_mask(device: torch.device) -> None:
 
 
 def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
-    out = varlen_attn(*packed, scale=scale, window_size=(before, 0), enable_gqa=True)
+    out = varlen_attn(*packed, scale=scale, window_size=(before, 0), **_GQA)
     assert isinstance(out, torch.Tensor)  # `varlen_attn` returns a pair only with `return_aux`
     return out
 
