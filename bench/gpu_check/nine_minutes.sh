@@ -10,7 +10,6 @@ if [ -n "${WHEELS:-}" ]; then
   "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$WHEELS"/*.whl || exit 3
 fi
 export PYTHONPATH="$site:$PWD/shared:$PWD" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1
-export NUMBA_CACHE_DIR="$site/numba"
 timeout -k 5 540 "$python" -m bench.gpu_check "$@" 2> "$OUT/errors.txt" | tee "$OUT/report.md"
 code=${PIPESTATUS[0]}
 echo

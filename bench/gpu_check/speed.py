@@ -71,7 +71,7 @@ def _model(name: str, replica: Replica, copied: float, device: torch.device, hos
     yield from part("digest of one slice, each second", replica.memory.recheck)
     yield from _commits(replica, part)
     slowed = f"takes {_slowed(replica, device):.2f} times as long"
-    yield Row(f"{name}: a matrix product beside digests", slowed)
+    yield Row(f"{name}: a matrix product next to digests", slowed)
     places: tuple[Place, ...] = ("device", "host") if host_mirror else ("device",)
     for place in places:
         mirror = Mirror(place)

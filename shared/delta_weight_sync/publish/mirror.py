@@ -132,7 +132,7 @@ class Mirror:
         """Start to mirror a tensor: of any float dtype, to be held in bf16; or the words of another dtype."""
         if dtype != "BF16":
             self._not_bf16.add(name)
-        bits = to_bits(tensor)  # also of a tensor on a GPU: the first comparison moves all mirrors at once
+        bits = to_bits(tensor)  # of a tensor on a GPU, too: the first comparison moves all mirrors together
         self._bits[name] = torch.from_numpy(bits.view(np.int16))
         self.digest += digest.tensor_digest(name, bits)
 
