@@ -13,9 +13,11 @@ import itertools
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from delta_weight_sync.digest import BLOCK, INNER
 
@@ -40,6 +42,12 @@ def free_bytes(device: torch.device) -> int:
 def room(shape: tuple[int, ...], kind: torch.dtype, near: torch.device) -> torch.Tensor:
     """An empty tensor on the host, in pinned memory if `near` is a GPU. Torch keeps the memory for reuse."""
     return torch.empty(shape, dtype=kind, pin_memory=near.type == "cuda")
+
+
+def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy an array to a device. The host does not wait for the device, as it would with pageable memory."""
+    here = torch.from_numpy(array)
+    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
 def wait(device: torch.device) -> None:

@@ -101,7 +101,7 @@ class DeviceDiff:
         table = columns[[piece.part for piece in chunk]].T.copy()
         table[_FIRST], ends = [piece.first for piece in chunk], np.cumsum(sizes)
         table[_START] = ends - sizes
-        there, bounds = (torch.from_numpy(array).to(self._device) for array in (table, ends))
+        there, bounds = (gpu.upload(array, self._device) for array in (table, ends))
         at, ulps = (torch.empty_like(changed, dtype=kind) for kind in (torch.int32, torch.int16))
         totals = torch.zeros(2, dtype=torch.int64, device=self._device)
         for some in gpu.cuts(changed.numel(), gpu.CHANGES):
@@ -168,16 +168,16 @@ class DeviceDiff:
                 rows = [(seed(p.name).astype(np.int64), mirrors[p.name].storage_offset()) for p in some]
                 counts = np.array([patch.index.size for patch in some])
                 arrays = np.array(rows, np.int64).T.copy(), counts.cumsum()
-                table, ends = (torch.from_numpy(array).to(self._device) for array in arrays)
+                table, ends = (gpu.upload(array, self._device) for array in arrays)
                 index = np.concatenate([patch.index for patch in some])
                 amounts = np.concatenate([patch.ulps for patch in some]).view(np.int16)
                 for part in gpu.cuts(index.size, gpu.CHANGES):
                     order = torch.arange(part.start, part.stop, device=self._device)
                     of = torch.searchsorted(ends, order, right=True)
-                    position = torch.from_numpy(index[part]).to(self._device)
+                    position = gpu.upload(index[part], self._device)
                     at = position + table[1][of]
                     was = memory[at]
-                    now = was + torch.from_numpy(amounts[part]).to(self._device)
+                    now = was + gpu.upload(amounts[part], self._device)
                     memory[at] = now
                     amount = gpu.unsigned(now) - gpu.unsigned(was)
                     moved += gpu.factors(table[0][of], position).mul_(amount).sum()

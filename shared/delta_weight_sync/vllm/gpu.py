@@ -55,7 +55,7 @@ class DeviceMemory(memory.Memory):
             home = np.searchsorted(starts, rows[:, memory.ADDRESS], side="right") - 1
             self._home: Index = np.maximum(0, home)  # the memory of each row
             at = (rows[:, memory.ADDRESS] - starts[self._home]) // 2 if starts.size else rows[:, 0]
-            self._columns = torch.from_numpy(np.column_stack([rows, at]).T.copy()).to(self._device)
+            self._columns = self._upload(np.column_stack([rows, at]).T)
         used = [dim for dim in range(memory.DIMS) if (rows[:, memory.SIZES + dim] != 1).any()]
         self._first_dim = min([*used, memory.DIMS - 1])  # all earlier dimensions have size 1
         self._flat = (rows[:, memory.SIZES : memory.SOURCE - 1] == 1).all(1)  # rows of one dimension
@@ -227,7 +227,7 @@ class DeviceMemory(memory.Memory):
         return gpu.places(sizes, steps, of, element)
 
     def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers, np.int64)).to(self._device)
+        return gpu.upload(np.ascontiguousarray(numbers, np.int64), self._device)
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[None]:
