@@ -27,7 +27,7 @@ from delta_weight_sync import cost, reader, records, runlog, util, watch
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import outbox, shortcuts, writer
-from delta_weight_sync.publish.mirror import Block
+from delta_weight_sync.publish.blocks import Block
 from delta_weight_sync.publish.sharding import Held
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.store import hub

@@ -12,7 +12,8 @@ from delta_weight_sync import codec, digest, gpu
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.publish import _gpu
-from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
+from delta_weight_sync.publish.blocks import Block, Part
+from delta_weight_sync.publish.mirror import Found, Mirror
 from tests.gpu.on_host import Operations, on_a_device
 from tests.support.mirrors import find, whole_parts
 

@@ -12,7 +12,8 @@ import torch
 from delta_weight_sync import gpu
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.publish import _gpu, mirror
-from delta_weight_sync.publish.mirror import Block, Mirror, Part
+from delta_weight_sync.publish.blocks import Block, Part
+from delta_weight_sync.publish.mirror import Mirror
 from tests.gpu.on_host import Devices, Operations
 
 CUDA = torch.device("cuda", 0)

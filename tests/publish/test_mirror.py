@@ -11,7 +11,8 @@ from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.publish import mirror as module
-from delta_weight_sync.publish.mirror import Block, Mirror, Part
+from delta_weight_sync.publish.blocks import Block, Part
+from delta_weight_sync.publish.mirror import Mirror
 from tests.gpu.on_host import forced
 from tests.support.mirrors import find
 

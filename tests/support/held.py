@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from delta_weight_sync.publish.mirror import Block
+from delta_weight_sync.publish.blocks import Block
 from delta_weight_sync.publish.sharding import Held
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
+from delta_weight_sync.publish.blocks import Block, Part
+from delta_weight_sync.publish.mirror import Found, Mirror
 
 
 def find(mirror: Mirror, parts: Iterable[Part]) -> Found:

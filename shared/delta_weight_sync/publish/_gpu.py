@@ -18,7 +18,7 @@ import torch
 from delta_weight_sync import gpu
 from delta_weight_sync.codec import INFINITY, NAN, Bits, Index, Patch
 from delta_weight_sync.digest import seed
-from delta_weight_sync.publish.mirror import Part
+from delta_weight_sync.publish.blocks import Part
 from delta_weight_sync.util import in_order
 
 CHUNK = 1 << 26  # elements that are compared together, in a buffer of 128 MiB

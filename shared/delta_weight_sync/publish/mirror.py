@@ -11,91 +11,26 @@ pinned host memory ("host"), which is copied to the GPU piece by piece. Only cha
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import Literal
 
 import numpy as np
 import torch
 
 from delta_weight_sync import codec, digest, util
 from delta_weight_sync.checkpoint import to_bits
-from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.codec import Bits, Patch
 from delta_weight_sync.errors import CodecError
-
-if TYPE_CHECKING:  # `_gpu` imports this module
-    from delta_weight_sync.publish._gpu import Changes, DeviceDiff
+from delta_weight_sync.publish._gpu import Changes, DeviceDiff
+from delta_weight_sync.publish.blocks import Part
 
 Place = Literal["host", "device"]
 _TAKEN = 1 << 18  # one job of a thread applies about this many changes
 _READ = torch.float32, torch.bfloat16  # what `codec.compare` reads
 _HELD = 1 << 30  # bytes of copies, such as gathered tensors, that may wait to be compared
-
-
-@dataclass(frozen=True)
-class Block:
-    """A box of a parameter's elements: the parameter's `shape`, the box's first element, the box's shape."""
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
-
-    @classmethod
-    @functools.cache  # thousands of tensors have few shapes
-    def whole(cls, shape: tuple[int, ...]) -> Self:
-        """The whole parameter."""
-        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
-
-    @property
-    def at(self) -> tuple[slice, ...]:
-        """The slices that select the box in the parameter."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
-
-    @property
-    def whole_rows(self) -> bool:
-        """Whether the box is whole rows, and therefore contiguous in the parameter."""
-        return self.extent[1:] == self.shape[1:]
-
-    @property
-    def origin(self) -> int:
-        """The row-major position of the box's first element in the parameter."""
-        return sum(o * math.prod(self.shape[dim + 1 :]) for dim, o in enumerate(self.offset))
-
-    def strided(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes and strides of the box in the parameter. Dimensions that are whole are one with the dimension
-        before them."""
-        rest = range(1, len(self.shape) + 1)
-        outer = next((d for d in rest if self.extent[d:] == self.shape[d:]), 1) - 1
-        strides = (math.prod(self.shape[dim + 1 :]) for dim in range(outer))
-        return (*self.extent[:outer], math.prod(self.extent[outer:])), (*strides, 1)
-
-    def stretches(self) -> tuple[Index, int]:
-        """Return where in the parameter the box's contiguous stretches begin, int64 [n], and their length."""
-        length = self.strided()[0][-1]
-        return self.positions(np.arange(0, math.prod(self.extent), max(1, length))), length
-
-    def positions(self, index: Index) -> Index:
-        """Convert row-major positions in the box to row-major positions in the whole parameter."""
-        if self.extent == self.shape:
-            return index
-        if self.whole_rows:  # as FSDP2 shards by default
-            return index + self.origin
-        inside = np.unravel_index(index, self.extent)
-        where = tuple(i + o for i, o in zip(inside, self.offset, strict=True))
-        return np.ravel_multi_index(where, self.shape).astype(np.int64)
-
-
-class Part(NamedTuple):
-    """The part of a parameter that this rank compares."""
-
-    name: str
-    tensor: torch.Tensor  # the elements of the block, in the block's shape
-    block: Block
-    lasting: bool  # `tensor` is the parameter's own memory, not a copy made for this sync
 
 
 @dataclass(frozen=True)
@@ -239,8 +174,6 @@ class Mirror:
 
     def _on(self, device: torch.device) -> DeviceDiff:
         if device not in self._devices:
-            from delta_weight_sync.publish._gpu import DeviceDiff
-
             self._devices[device] = DeviceDiff(device)
         return self._devices[device]
 

@@ -31,7 +31,8 @@ from delta_weight_sync.checkpoint import DTYPES, Shapes, dtype_of, to_bits
 from delta_weight_sync.codec import Bits, Decoded, Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CheckpointError, CodecError, PeerError
-from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part, Place, not_finite
+from delta_weight_sync.publish.blocks import Block, Part
+from delta_weight_sync.publish.mirror import Found, Mirror, Place, not_finite
 from delta_weight_sync.publish.names import Joined
 from delta_weight_sync.publish.plan import Plan, Target
 from delta_weight_sync.records import MAX_PARTS
