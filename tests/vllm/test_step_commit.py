@@ -182,8 +182,8 @@ def test_a_stage_is_answered_when_it_is_done():
     staging, done, refused = Future(), {"done": True, "stage_s": 1.0}, {"error": "no such delta"}
     worker = SimpleNamespace(_delta_worker=SimpleNamespace(staging=staging))
     core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)))
-    assert _step_commit._when_staged(core, [refused]) == [refused]
-    later = _step_commit._when_staged(core, [{"done": False}])
+    assert _step_commit._when_staged(core, lambda: [refused], None) == [refused]
+    later = _step_commit._when_staged(core, lambda: [{"done": False}], None)
     assert not later.done()
     staging.set_result(done)
     assert later.result(0) == [done]

@@ -9,9 +9,12 @@ succeed, two more things happen between the same two steps. (vLLM itself does th
 - The label of new tokens changes. With async scheduling, a step may be under way on the device. Its results
   were computed with the old weights and keep the old label.
 
-A version takes two calls: "stage" begins to prepare it while vLLM generates, and "commit" writes. If the
-worker is in the engine's process, "stage" returns a `Future`, so that vLLM's steps go on. The future gets the
-answer of "staged" once the preparation is done. So the follower need not ask "staged" again and again.
+A commit needs three ops (see `worker`): "stage" begins to prepare it while vLLM generates, "staged" asks
+whether the preparation is done, and "commit" writes. Each call of `collective_rpc` is slow, whatever its op,
+because the call waits for the API server's event loop twice and for the current step once. So if the worker
+is in the engine's process, a single call does all three: "stage" with the argument `then`, which holds the
+arguments of "commit". This call returns a `Future`, so that vLLM's steps go on. Once the preparation is done,
+the engine commits after the current step, and the call's answer has the fields of all three answers.
 
 The module patches vLLM's `EngineCore`; `hooks` names the code that the patch relies on. Before the
 first commit, `hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results
@@ -30,16 +33,17 @@ from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request
 
 from delta_weight_sync.errors import CommitError
 from delta_weight_sync.vllm import METHOD, hooks, takes_images
 
+_RUN = "delta_weight_sync"  # our type of request, made only in this process; its content is a function
 # Our attribute of the engine core: versions of the steps that were running at the last commit, oldest first.
 _STALE = "_versions_of_running_steps"
-_PLAIN = EngineCore.collective_rpc
+_PLAIN, _PLAIN_HANDLE = EngineCore.collective_rpc, EngineCoreProc._handle_client_request
 
 Answers = list[dict[str, Any]]
 """The answers of all workers, one each."""
@@ -48,8 +52,13 @@ Answers = list[dict[str, Any]]
 def install() -> None:
     """Patch this process's `EngineCore`, and the labelling of tokens if this vLLM has it."""
     EngineCore.collective_rpc = _collective_rpc
+    EngineCoreProc._handle_client_request = _handle_client_request
     if hooks.LABELS.works():
         EngineCore._attach_weight_version = _label_outputs
+
+
+def _handle_client_request(core: EngineCore, request_type: Any, request: Any) -> Any:
+    return request() if request_type is _RUN else _PLAIN_HANDLE(core, request_type, request)
 
 
 @functools.wraps(_PLAIN)
@@ -58,22 +67,41 @@ def _collective_rpc(
 ) -> Any:
     given = kwargs or {}
     op = given.get("op") if method == METHOD else None
+    then = given.pop("then", None) if op == "stage" else None
     call = functools.partial(_PLAIN, core, method, timeout, args, kwargs)
     if op in ("warm", "learn") and (refused := hindrance(core)):
         return [{"error": refused, "kind": CommitError.kind}]
     if op == "stage" and isinstance(core.model_executor, UniProcExecutor):
-        return _when_staged(core, call())
+        finish = then and functools.partial(_collective_rpc, core, METHOD, None, (), then)
+        return _when_staged(core, call, finish)
     return commit(core, call, given["label"]) if op == "commit" else call()
 
 
-def _when_staged(core: EngineCore, begun: Answers) -> Answers | Future[Answers]:
-    """Return a future of the worker's "staged" answer; the answers of "stage" if staging did not begin."""
-    if "error" in begun[0]:
-        return begun
+def _when_staged(
+    core: EngineCore, call: Callable[[], Answers], finish: Callable[[], Answers] | None
+) -> Answers | Future[Answers]:
+    """Begin to stage. When staging is done, the future gets the worker's "staged" answer, merged with the
+    answer of `finish`, if given."""
+    answers = call()
+    if "error" in answers[0]:
+        return answers
     later = Future[Answers]()
-    staging = core.model_executor.driver_worker.worker._delta_worker.staging
-    staging.add_done_callback(lambda staged: later.set_result([staged.result()]))
+
+    def staged(staging: Future[dict[str, Any]]) -> None:
+        if finish and "error" not in staging.result():
+            core.input_queue.put_nowait((_RUN, lambda: _settle(later, staging.result(), finish)))
+        else:
+            later.set_result([staging.result()])
+
+    core.model_executor.driver_worker.worker._delta_worker.staging.add_done_callback(staged)
     return later
+
+
+def _settle(later: Future[Answers], staged: dict[str, Any], finish: Callable[[], Answers]) -> None:
+    try:
+        later.set_result([staged | answer for answer in finish()])
+    except Exception as error:  # noqa: BLE001 - as vLLM does for every call
+        later.set_exception(error)
 
 
 def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answers:

@@ -131,16 +131,21 @@ class Engine:
         self._wait(self._client.update_weight_version(label))
 
     def _take(self, digest: str, label: str, **what: Any) -> Times:
-        """Stage and commit, in two calls.
+        """Stage and commit.
 
-        If a worker is in the engine's process and vLLM need not be paused, the answer to "stage" comes when
-        staging is done. Other workers are separate processes, which handle one call at a time. A call that
-        waited for the end of staging would hold up vLLM's steps, so this method polls such workers instead.
+        If a worker is in the engine's process and vLLM need not be paused, the call "stage" also commits.
+        Other workers are separate processes, which handle one call at a time. A call that waited for the end
+        of staging would hold up vLLM's steps, so this method polls such workers instead.
         """
-        stage_s = _largest("stage_s", self._until_done(self._ask("stage", timeout_s=math.inf, **what)))
-        if not commits_between_steps():
+        between = commits_between_steps()
+        then: dict[str, Any] = {"op": "commit", "digest": digest, "label": label}
+        answers = self._ask("stage", timeout_s=math.inf, **what, **({"then": then} if between else {}))
+        answers = self._until_done(answers)
+        stage_s = _largest("stage_s", answers)
+        if not between:
             return stage_s, *self._wait(self._commit_while_paused(digest, label))
-        answers = self._ask("commit", digest=digest, label=label)
+        if not all("pause_s" in answer for answer in answers):
+            answers = self._ask(**then)
         pause_s, commit_s = _largest("pause_s", answers), _largest("commit_s", answers)
         return stage_s, pause_s, commit_s, _largest("live_at", answers)
 

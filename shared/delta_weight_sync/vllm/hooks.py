@@ -21,11 +21,13 @@ def _worker(probe: Probe) -> None:
 
 
 def _in_step(probe: Probe) -> None:
-    """`_step_commit` replaces a method of the engine core. (vllm/0001 would make vLLM commit itself.)"""
+    """`_step_commit` replaces two methods of the engine core. (vllm/0001 would make vLLM commit itself.)"""
     probe.exactly(_CORE, "EngineCore.collective_rpc", "self", "method", "timeout", "args", "kwargs")
     # The label of later tokens, the steps that still run at a commit, and whether prefixes are cached.
     probe.attributes(_CORE, "EngineCore", "_weight_version", "batch_queue", "request_block_hasher")
-    # To notice when the worker has staged, and to answer only then.
+    # To queue the commit after its staging; it then runs between two steps.
+    probe.exactly(_CORE, "EngineCoreProc._handle_client_request", "self", "request_type", "request")
+    probe.attributes(_CORE, "EngineCoreProc", "input_queue")
     probe.attributes("vllm.v1.executor.uniproc_executor", "UniProcExecutor", "driver_worker")
     # To forget cached prefixes, and to report that they are gone.
     pool = "vllm.v1.core.block_pool"
