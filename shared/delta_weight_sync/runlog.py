@@ -280,13 +280,16 @@ class RunLogWriter:
         self._rides = True
 
     def _affordable(self, event: StepEvent) -> StepEvent:
-        """The event with as many of its rollouts as the budget allows."""
+        """The event with its rollouts if the budget allows that. If they are so large that they would never
+        fit, with as many of them as fit."""
         cost = len(_compressed(_line(event))) * _TWICE
-        bare = event.model_copy(update={"rollouts": (), "prompt": ""})
-        bare_cost = len(_compressed(_line(bare))) * _TWICE
-        room = self._allowance - bare_cost
-        kept = len(event.rollouts) if cost <= self._allowance else int(len(event.rollouts) * room / cost)
-        return event.model_copy(update={"rollouts": event.rollouts[:kept]}) if kept > 0 else bare
+        if cost <= self._allowance:
+            return event
+        most = _SAVED * VERSION_BYTES // 2
+        kept = int(len(event.rollouts) * self._allowance / cost) if cost > most else 0
+        if kept <= 0:
+            return event.model_copy(update={"rollouts": (), "prompt": ""})
+        return event.model_copy(update={"rollouts": event.rollouts[:kept]})
 
     def _seal(self) -> None:
         """Make a flush of the waiting events, if there are any and the flush before it is stored."""
