@@ -54,7 +54,8 @@ def _server(bucket: Bucket, written: WrittenRun) -> tuple[float, list[float]]:
     """The log's first reading, then each refresh after a new version that three replicas have taken."""
     log, state = RunLogReader(bucket, written.keys.run), RunState()
     first = _refresh_ms(log, state) / 1e3
-    writer, measured = RunLogWriter(bucket, written.keys.run, Writer(2, "1" * 32), every_s=3600), []
+    writer = RunLogWriter(bucket, written.keys.run, Writer(2, "1" * 32), every_s=3600)
+    measured = []
     for version in range(_VERSIONS + 1, _VERSIONS + 1 + _REFRESHES):
         written.t += 20.0
         writer.append(StepEvent(t=written.t, step=version, reward=1.0, metrics={}))

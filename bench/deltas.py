@@ -124,7 +124,8 @@ def share_of_changes(step: Step, weights: torch.Tensor, update: Update, lr: floa
 
 def rate_for(share: float, step: Step, weights: torch.Tensor, update: Update) -> float:
     """The learning rate at which a step changes `share` of these weights, by bisection."""
-    low, high = 1e-9, 1.0
+    low = 1e-9
+    high = 1.0
     for _ in range(30):
         middle = (low * high) ** 0.5
         if share_of_changes(step, weights, update, middle) < share:

@@ -89,7 +89,8 @@ class Following(threading.Thread):
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self.reader, self.held = open_run(url), None
+        self.reader = open_run(url)
+        self.held = None
         self.watcher, self.staged = Watcher(self.reader), dict[int, float]()
 
     def run(self) -> None:

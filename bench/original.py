@@ -17,7 +17,8 @@ from delta_weight_sync.errors import CodecError
 
 Tensors = dict[str, torch.Tensor]
 Old = Callable[[str], Bits]
-_INDICES, _VALUES = ".indices", ".values"
+_INDICES = ".indices"
+_VALUES = ".values"
 
 
 def write(patches: Sequence[Patch], old: Old) -> bytes:
@@ -49,7 +50,8 @@ def publish(snapshot: Tensors, live: Iterable[tuple[str, torch.Tensor]]) -> byte
     """Encode what differs from `snapshot` (bf16), which becomes `live` (any float dtype)."""
     tensors: Tensors = {}
     for name, parameter in live:
-        new, old = parameter.detach().to(torch.bfloat16).view(-1), snapshot[name].view(-1)
+        new = parameter.detach().to(torch.bfloat16).view(-1)
+        old = snapshot[name].view(-1)
         index = (new != old).nonzero().squeeze(-1)
         values = new[index]
         old.index_copy_(0, index, values)

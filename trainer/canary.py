@@ -118,7 +118,8 @@ def main() -> None:
                     verdict += ": heal or restart it" if off > LIMIT else ", as bf16 makes it"
                     failed |= off > LIMIT
                 except (DeltaWeightSyncError, OSError, httpx.HTTPError, ValueError, KeyError) as error:
-                    verdict, failed = f"cannot be compared: {error}", True
+                    verdict = f"cannot be compared: {error}"
+                    failed = True
                 print(f"{url}: {verdict}", flush=True)
             if not options.every:
                 sys.exit(failed)

@@ -67,7 +67,9 @@ def _handed_over(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _many(device: torch.device) -> bool:
-    generator, old, new = torch.Generator().manual_seed(0), {}, {}
+    generator = torch.Generator().manual_seed(0)
+    old = {}
+    new = {}
     dtypes = torch.bfloat16, torch.float32, torch.float16, torch.float64
     for number in range(400):
         values = torch.randn(37 * number, generator=generator)
@@ -78,7 +80,8 @@ def _many(device: torch.device) -> bool:
 
 def _follows(old: Tensors, new: Tensors, device: torch.device) -> bool:
     """Hand over `old`, then `new`; both are on the host, whose own casts say what is right."""
-    mirror, expected = Mirror("device"), {name: to_bits(tensor) for name, tensor in new.items()}
+    mirror = Mirror("device")
+    expected = {name: to_bits(tensor) for name, tensor in new.items()}
     for name, tensor in old.items():
         mirror.add(name, tensor.to(device))
     found = find(mirror, whole_parts((name, tensor.to(device)) for name, tensor in new.items()))

@@ -32,7 +32,8 @@ _TINY: Mapping[str, Shapes] = {"tiny": {"a": (64, 128), "b": (5000,)}}
 
 def rows(device: torch.device) -> Rows:
     """One row for each figure."""
-    started, on_host = time.monotonic(), device.type != "cuda"
+    started = time.monotonic()
+    on_host = device.type != "cuda"
     models = {"Qwen3-0.6B": qwen_shapes(), "Qwen3-8B": shapes_8b(), "Qwen3-30B-A3B": shapes_experts()}
     copied, up, down = _bandwidths(device, _COPIED >> 10 if on_host else _COPIED)
     yield Row("copy on the card, read and written", gb_s(copied))
@@ -104,12 +105,14 @@ def _slowed(replica: Replica, device: torch.device) -> float:
             torch.mm(left, right)
 
     if device.type == "cuda":  # vLLM, too, replays graphs, which do not wait for Python
-        graph, plain = torch.cuda.CUDAGraph(), products
+        graph = torch.cuda.CUDAGraph()
+        plain = products
         products()
         with torch.cuda.graph(graph):
             plain()
         products = graph.replay
-    alone, stop = _seconds(device, products), threading.Event()
+    alone = _seconds(device, products)
+    stop = threading.Event()
 
     def hash_on() -> None:
         while not stop.is_set():

@@ -83,7 +83,10 @@ class RunCache:
     def __init__(
         self, bucket: Bucket, run: str | None, *, own_report: Report | None = None, pause: Pause = Event.wait
     ) -> None:
-        self._bucket, self._run, self._own_report, self._pause = bucket, run, own_report, pause
+        self._bucket = bucket
+        self._run = run
+        self._own_report = own_report
+        self._pause = pause
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
         self._infos = AnswerCache[ObjectInfo, RunInfo | None](lambda info: read_info(bucket, info.key), 1)

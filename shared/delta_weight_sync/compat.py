@@ -170,7 +170,8 @@ def require(features: Sequence[Feature], *needed: Feature) -> None:
     """
     package = features[0].package
     name, version = installed(package)
-    known, said = package.knows(version), list[str]()
+    known = package.knows(version)
+    said = list[str]()
     if version and not known:
         said.append(f"{name} {version} was not tested with this library: {package.cure()}")
     for feature in filter(Feature.applies, features):

@@ -89,7 +89,8 @@ class _Clock:
 
     def __init__(self) -> None:
         self._newest: list[float] = []  # the times of the newest two
-        self._successor, self._time = math.inf, math.inf
+        self._successor = math.inf
+        self._time = math.inf
 
     @property
     def present(self) -> float:
@@ -128,7 +129,8 @@ class Pruner:
         states = [found for key in infos if (found := state_version(key)) is not None]
         oldest_state = min([*states, newest.version])  # a trainer may resume from this version
         writer = Writer(newest.writer_term, newest.writer)
-        store, trainer = _Clock(), _Clock()
+        store = _Clock()
+        trainer = _Clock()
         listed = sorted(manifests_of([*infos.values()]).items(), reverse=True)
         ages = {  # of the versions, by the store's clock
             version: store.age(info.written)
@@ -139,7 +141,8 @@ class Pruner:
 
         def is_young(key: str) -> bool:
             """Whether an object is young. An unlisted object, or one without a date, counts as young."""
-            info, part = infos.get(key), version_key(key)
+            info = infos.get(key)
+            part = version_key(key)
             if info is None or info.written is None or part is None:
                 return True
             age = ages.get(part.version, math.inf)

@@ -196,21 +196,23 @@ class RunLogWriter:
     """
 
     def __init__(self, bucket: Bucket, run: str, writer: Writer, *, every_s: float | None = None) -> None:
-        self._bucket, self._keys, self._writer = bucket, Keys(run), writer
+        self._bucket = bucket
+        self._keys = Keys(run)
+        self._writer = writer
         self._every_s = bucket.report_every_s if every_s is None else every_s
         self._guard = Guard("the run's log")
         self._lines: list[bytes] = []  # events of no flush yet
         self._adding = threading.Lock()  # held while `_lines` changes
-        self._in_flight: tuple[str, bytes] | None = (
-            None  # the flush that is not in the bucket yet: key, content
-        )
+        # The flush that is not in the bucket yet: its key, its content.
+        self._in_flight: tuple[str, bytes] | None = None
         self._flushed = b""  # the lines of that flush
         self._next = 0  # number of the next flush
         self._loose: list[bytes] = []  # the flushes of no segment yet, before compression
         self._reserved = 0  # bytes of the budget that are reserved for the segments of these flushes
         self._rides = True  # whether the last flush could be stored
         self._allowance = 8.0 * VERSION_BYTES  # bytes of log that may be written
-        self._uploading, self._closed = threading.Lock(), threading.Event()
+        self._uploading = threading.Lock()
+        self._closed = threading.Event()
         self._flushed_at = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="run-log", daemon=True)
         self._thread.start()
@@ -352,7 +354,9 @@ class RunLogReader:
     """
 
     def __init__(self, bucket: Bucket, run: str, *, list_every_s: float = 0.0) -> None:
-        self._bucket, self._keys, self._list_every_s = bucket, Keys(run), list_every_s
+        self._bucket = bucket
+        self._keys = Keys(run)
+        self._list_every_s = list_every_s
         # For each trainer: the number of the flush to read next, and how many of its lines were read already.
         self._seen: dict[Writer, tuple[int, int]] = {}
         self._listed: float | None = None  # when the log was listed last
@@ -396,7 +400,8 @@ class RunLogReader:
             flushes = [b"?"]
         number, done = self._seen[part.writer]
         if part.first > number:  # flushes that are gone
-            number, done = part.first, 0
+            number = part.first
+            done = 0
         for at, flush in enumerate(flushes[number - part.first :], number):
             for line in flush.split(b"\n")[done:]:
                 done += 1

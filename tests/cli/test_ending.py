@@ -51,7 +51,8 @@ def ended(process: subprocess.Popen[bytes], sign: signal.Signals) -> int:
 
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_silent_store_does_not_hold_follow_and_the_folder_stays_whole(silent, tmp_path, sign, code):
-    run, folder = Drifting(tmp_path / "bucket"), tmp_path / "followed"
+    run = Drifting(tmp_path / "bucket")
+    folder = tmp_path / "followed"
     run.close()
     assert command("follow", run.url, "--into", folder, "--once").code == 0
     words = [sys.executable, "-m", "delta_weight_sync", "follow", f"s3://silent#{RUN}", "--into", folder]
@@ -73,7 +74,8 @@ def test_a_silent_store_holds_no_other_command_after_ctrl_c(silent, tmp_path, wo
 
 
 def test_the_users_command_ends_with_it_even_if_that_command_ignores_signals(tmp_path):
-    run, shell = Drifting(tmp_path / "bucket"), tmp_path / "shell"
+    run = Drifting(tmp_path / "bucket")
+    shell = tmp_path / "shell"
     run.close()
     ignores = f"trap '' TERM; echo $$ > {shell}.new; mv {shell}.new {shell}; sleep 600; sleep 600"
     words = ["follow", run.url, "--into", str(tmp_path / "followed"), "--on-version", ignores]

@@ -16,11 +16,13 @@ class HttpPlayer:
         import aiohttp
 
         self._http = aiohttp.ClientSession(url, raise_for_status=True)
-        self._game, self._turn = "", 0
+        self._game = ""
+        self._turn = 0
 
     async def start(self, seed):
         async with self._http.post("/sessions", json={"seed": seed}) as answer:
-            self._game, self._turn = f"/sessions/{(await answer.json())['session']}", 0
+            self._game = f"/sessions/{(await answer.json())['session']}"
+            self._turn = 0
 
     async def guess(self, word):
         self._turn += 1

@@ -35,7 +35,8 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_name, self.waits = Counter[str](), 0
+        self.by_name = Counter[str]()
+        self.waits = 0
 
     def __enter__(self):
         self._patch = pytest.MonkeyPatch()

@@ -34,7 +34,8 @@ def _check(answer):
 
 
 def test_the_mirror_on_the_host_is_pinned_until_it_is_let_go(driver):
-    owner, memory = mock.Mock(), torch.zeros(1001, dtype=torch.int16)
+    owner = mock.Mock()
+    memory = torch.zeros(1001, dtype=torch.int16)
     gpu.pin(owner, memory)
     address = memory.data_ptr()
     assert driver.cudaHostRegister.call_args.args[:2] == (address, memory.nbytes)
@@ -83,7 +84,8 @@ def test_the_mirror_is_read_behind_the_last_write_and_nothing_else(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(done.append(stream)))
     monkeypatch.setattr(torch.accelerator, "device_index", contextlib.nullcontext)
     monkeypatch.setattr(gpu, "read", lambda tensors, device: tensors)
-    diff, memory = _gpu.DeviceDiff(CUDA), torch.ones(3)
+    diff = _gpu.DeviceDiff(CUDA)
+    memory = torch.ones(3)
     assert torch.equal(diff.read(memory), memory)
     diff.keep(SimpleNamespace(kept=[]))
     diff.read(memory)
@@ -96,7 +98,8 @@ def test_a_publisher_uses_its_own_device_in_every_thread(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_index", devices.on)
     monkeypatch.setattr(mirror, "on_device", lambda tensor: True)
     state = {"a": torch.randn(50), "b": torch.randn(70)}
-    kept, seen = Mirror("device"), set()
+    kept = Mirror("device")
+    seen = set()
     for name, tensor in state.items():
         kept.add(name, tensor)
     kept.find_on_devices([Part(n, t, Block.whole(t.shape), True) for n, t in state.items()])

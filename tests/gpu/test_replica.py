@@ -125,10 +125,12 @@ def test_staged_data_leaves_the_engine_half_of_the_free_memory(tmp_path, monkeyp
 def model_of(sizes: list[int], parameters: int) -> LiveWeights:
     """A model of tensors of these sizes, which lie in so many parameters of vLLM."""
     memories = [torch.zeros(sum(sizes[first::parameters]), dtype=torch.int16) for first in range(parameters)]
-    routes, used = {}, [0] * parameters
+    routes = {}
+    used = [0] * parameters
     for i, size in enumerate(sizes):
         which = i % parameters
-        place, whole = slice(used[which], used[which] + size), Geometry(0, (size,), (1,))
+        place = slice(used[which], used[which] + size)
+        whole = Geometry(0, (size,), (1,))
         routes[f"w{i}"] = Route((size,), (Piece(memories[which][place], whole, whole),))
         used[which] = place.stop
     return LiveWeights(routes, dict.fromkeys(routes, (0,)), Fallback(torch.nn.Module(), {}), Ranks(1))
@@ -157,7 +159,8 @@ def cost(folder: Path, sizes: list[int], parameters: int) -> dict[str, tuple[Cou
 
 
 def test_a_sync_takes_as_many_launches_and_waits_whatever_the_number_of_tensors(tmp_path):
-    few, many = cost(tmp_path, [2000] * 10, 5), cost(tmp_path, [1] * 20_000, 5)
+    few = cost(tmp_path, [2000] * 10, 5)
+    many = cost(tmp_path, [1] * 20_000, 5)
     assert few["stage"] == many["stage"]
     assert few["commit"] == many["commit"]
     assert few["undo"] == many["undo"]
@@ -200,7 +203,8 @@ def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monk
 
 def test_rank_1_uses_device_1_in_every_thread(tmp_path, monkeypatch):
     """In those that warm up, stage and hash again, which begin with device 0, and in vLLM's own."""
-    devices, seen = Devices(), dict[str, set[int]]()
+    devices = Devices()
+    seen = dict[str, set[int]]()
 
     class Watch(Operations):
         def __torch_dispatch__(self, function, *given, **more):
@@ -227,7 +231,10 @@ def test_rank_1_uses_device_1_in_every_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "memory_of", memory_of)
     monkeypatch.setattr(worker.DeltaWorker, "_device", torch.device("cpu", 1))
     one = object.__new__(worker.DeltaWorker)  # without a vLLM
-    one._ranks, one._model, one._staged, one._digest = Ranks(1), model, Staged(), state_digest(old)
+    one._ranks = Ranks(1)
+    one._model = model
+    one._staged = Staged()
+    one._digest = state_digest(old)
     one.warm()
     assert one.staging.result()["done"]
     with devices.on(1):  # vLLM sets the device of its own thread

@@ -235,7 +235,8 @@ def test_the_releases_of_this_environment_have_all_that_the_library_needs():
 
 
 def test_the_doctor_examines_a_release_in_a_folder(tmp_path):
-    package, info = tmp_path / "trl", tmp_path / "trl-2.0.0.dist-info"
+    package = tmp_path / "trl"
+    info = tmp_path / "trl-2.0.0.dist-info"
     package.mkdir()
     (package / "__init__.py").touch()
     info.mkdir()

@@ -31,7 +31,8 @@ from inference_space.dashboard.page import body
 from inference_space.dashboard.state import RunState
 from tests.support.waiting import PATIENCE_S
 
-FIRST, LAST = 1_000, 20_000
+FIRST = 1_000
+LAST = 20_000
 LIMIT_S = 1500.0  # on a slow machine, the comparison is made with the versions that came until then
 AT_LEAST = 4_000
 SIZE = 4096
@@ -161,7 +162,8 @@ def test_nothing_grows_with_the_number_of_versions(
         print(table(figures[1:], peaks))
     if version < AT_LEAST:
         pytest.skip(f"this machine published only {version} versions in {LIMIT_S:.0f} s")
-    first, last = figures[1], figures[-1]
+    first = figures[1]
+    last = figures[-1]
     assert last.memory_mb <= 1.1 * first.memory_mb
     assert last.files == first.files
     assert last.threads == first.threads

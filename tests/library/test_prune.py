@@ -100,7 +100,8 @@ def set_clock(
     """The trainer handed over a version every ten minutes, up to `newest`.
 
     `trainer`, `store`: version -> by how many seconds this clock was wrong meanwhile."""
-    trainer, store = wrong.get("trainer", {}), wrong.get("store", {})
+    trainer = wrong.get("trainer", {})
+    store = wrong.get("store", {})
     manifests = {
         m.version: m.model_copy(
             update={"created_at": TEN_YEARS + 600.0 * m.version + trainer.get(m.version, 0)}
@@ -132,10 +133,12 @@ WRONG = [TEN_YEARS, -TEN_YEARS, 3 * HOUR, -3 * HOUR]
 @pytest.mark.parametrize("error", WRONG)
 def test_a_clock_that_is_wrong_for_one_version_deletes_nothing(run, monkeypatch, error, clocks):
     """In a folder, both clocks are often the same."""
-    at, hours = 60, 5
+    at = 60
+    hours = 5
     for newest in (at, at + 1, at + 2, at + 3, at + 15, VERSIONS):
         set_clock(run, monkeypatch, newest, **{clock: {at: error} for clock in clocks})
-        oldest, right = survey(run, f"{hours}h").oldest, newest - 6 * hours
+        oldest = survey(run, f"{hours}h").oldest
+        right = newest - 6 * hours
         assert oldest <= right, f"version {newest} is the newest"
         assert oldest >= right - 4 or newest < at + 2, "the next versions make up for it"
 

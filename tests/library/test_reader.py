@@ -260,7 +260,9 @@ class InTurns:
 def test_a_checkout_fetches_all_deltas_together_and_after_a_failure_no_anchor_again(
     written, tmp_path, monkeypatch
 ):
-    reader, tried, plain = reader_of(written), threading.Event(), RunReader._fetch
+    reader = reader_of(written)
+    tried = threading.Event()
+    plain = RunReader._fetch
     manifest = reader.manifest()
     together = threading.Barrier(len(manifest.deltas), action=lambda: tried.set() or 1 / 0)
 

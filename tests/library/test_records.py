@@ -197,7 +197,9 @@ def test_parts_are_taken_together():
 @pytest.mark.parametrize("part", [".r0", ".r1"])
 def test_a_part_that_cannot_be_read_is_none_of_use(part):
     manifest = with_links(PARTS, JUMP)
-    jump, first, second = key_of(0, 3, part), key_of(0, 1, part), key_of(1, 2, part)
+    jump = key_of(0, 3, part)
+    first = key_of(0, 1, part)
+    second = key_of(1, 2, part)
     assert manifest.recipe_without({jump}).deltas == tuple(PARTS)
     assert manifest.recipe_without({second}).deltas == tuple(JUMP)
     assert manifest.recipe_without({jump, second}) is None

@@ -109,7 +109,8 @@ def test_two_trainers_that_take_the_run_from_each_other_lose_no_event(bucket: Bu
 
 
 def test_a_reader_finds_what_an_earlier_trainer_writes_late(bucket: Bucket) -> None:
-    first, later = writer(bucket), writer(bucket, LATER)
+    first = writer(bucket)
+    later = writer(bucket, LATER)
     reader = RunLogReader(bucket, "r")
     first.append(step(1))
     first.flush()
@@ -218,7 +219,8 @@ def test_an_event_that_cannot_be_written_is_left_out_and_said_once(
 
 
 def test_a_version_does_not_wait_for_a_slow_upload_of_the_log(bucket: Bucket) -> None:
-    gate, begun = threading.Event(), threading.Event()
+    gate = threading.Event()
+    begun = threading.Event()
 
     class Slow(RefusingBucket):
         def put(self, key: str, data: bytes) -> None:

@@ -160,7 +160,8 @@ def head() -> str:
 
 def manifest() -> str:
     """A manifest of a trainer of two ranks, without the fields that HEAD has, too."""
-    writer, keys = Writer(2, "5ad0b5d1" * 4), Keys("demo")
+    writer = Writer(2, "5ad0b5d1" * 4)
+    keys = Keys("demo")
     earlier = Writer(1, "0123456789abcdef" * 2)
     content = {"size": 2, "sha256": _sha256(b"{}")}
 

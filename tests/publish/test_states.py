@@ -326,7 +326,8 @@ def test_weights_that_no_version_holds_are_restored_in_full(url, base):
 
 def test_a_state_of_other_weights_than_its_versions_is_refused(url, base):
     """Whatever else it holds."""
-    weights, apart = {"w": torch.ones(4)}, {"own": torch.ones(3)}
+    weights = {"w": torch.ones(4)}
+    apart = {"own": torch.ones(3)}
     optimizer = torch.optim.SGD(weights.values(), lr=0.1)
     with Publisher(url, base) as publisher:
         publisher.publish(weights.items())
@@ -377,7 +378,8 @@ def test_states_are_minutes_apart_and_take_a_tenth_of_the_time_at_most(
     url, base, monkeypatch, upload_s, saved_at
 ):
     """Of a step every 100 seconds; all their bytes are in the run's log."""
-    clock, put_file = [0.0], saving.put_file
+    clock = [0.0]
+    put_file = saving.put_file
 
     def slow(*arguments: Any) -> Any:
         clock[0] += upload_s

@@ -17,7 +17,8 @@ from trainer.demo.processes import free_port
 
 pytestmark = [pytest.mark.full, pytest.mark.finding("N8")]
 
-URL, S3 = "hf://buckets/me/silent", "s3://silent"
+URL = "hf://buckets/me/silent"
+S3 = "s3://silent"
 SPACE = {"REPLICA_BUCKET": URL, "REPLICA_RUN": "r", "REPLICA_HOST": "127.0.0.1", "REPLICA_PORT": "0"}
 TRAIN = (
     f"trainer.train --config trainer/configs/wordle_tiny.yaml --model trainer/policies/wordle-tiny --run r \

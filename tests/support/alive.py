@@ -13,7 +13,8 @@ class Alive:
     """The manifests that a reader has read: how many, and how many were in memory at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._seen, self.most = list[weakref.ref[Manifest]](), 0
+        self._seen = list[weakref.ref[Manifest]]()
+        self.most = 0
         read = RunReader.read
 
         def noted(reader: RunReader, kind: Any, source: Any) -> Any:

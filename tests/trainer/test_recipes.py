@@ -34,7 +34,8 @@ def base(tmp_path_factory):
 
 
 def test_a_policy_learns_what_it_writes_itself_and_nothing_else():
-    tokenizer, taught = build_tokenizer(), imitation.TASKS["wordle"]
+    tokenizer = build_tokenizer()
+    taught = imitation.TASKS["wordle"]
     tokenizer.chat_template = smollm2.SYSTEM_TEMPLATE + smollm2.CHAT_TEMPLATE
     chat = next(imitation.games(tokenizer, seed=0))
     ids, own = imitation.row(tokenizer, chat, taught.tools)
@@ -86,7 +87,8 @@ def test_no_secret_of_the_warm_start_is_one_of_the_held_out_words():
 
 
 def test_a_teacher_is_mediocre():
-    teacher, rng = Teacher(env.answers(), wordle_policy.MEMORY), random.Random(0)
+    teacher = Teacher(env.answers(), wordle_policy.MEMORY)
+    rng = random.Random(0)
     secrets = [rng.choice(env.answers()) for _ in range(200)]
     solved = [teacher.game(secret, rng)[-1].text == secret for secret in secrets]
     assert 0.1 < sum(solved) / len(solved) < 0.3
@@ -128,6 +130,7 @@ def test_two_versions_play_the_same_held_out_games(monkeypatch, run, capsys):
 
 def test_what_was_gained_is_as_sure_as_the_same_games_make_it():
     """Of 100 games 30 more are solved, none less: the standard error is the root of 0.3 * 0.7 / 99."""
-    before, after = [i < 20 for i in range(100)], [i < 50 for i in range(100)]
+    before = [i < 20 for i in range(100)]
+    after = [i < 50 for i in range(100)]
     said = held_out.gain(before, after)
     assert said == "20.0 % -> 50.0 % of 100 held-out tasks (+21.0 to +39.0 points with 95 % confidence)"

@@ -144,7 +144,8 @@ def test_a_failure_in_the_middle_of_the_writing_is_put_back(
 ):
     staged = weights.stage([delta(tmp_path / "d", state, moved(rng, state))], weights.digest())
     reload, write = staged.steps
-    put, put_there = memory_module._put, device_memory._put
+    put = memory_module._put
+    put_there = device_memory._put
 
     def half() -> tuple[int, float]:
         before = weights.digest()

@@ -148,7 +148,9 @@ def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, 
 
 
 def table(summary: dict[str, Any]) -> str:
-    s, full, each = summary, summary["full_bytes"], summary["sync_bytes"]
+    s = summary
+    full = summary["full_bytes"]
+    each = summary["sync_bytes"]
     few = ", too few steps to judge" if s["steps"] < _ENOUGH else ""
     limit = "step limit" if s["stopped_by"] == "steps" else "time limit"
     smaller = f", 1/{full / each:.0f} of a full sync" if each else ""

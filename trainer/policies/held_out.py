@@ -84,7 +84,8 @@ def play(
             for (game, word), reply in zip(called, replies, strict=True):
                 game.guesses.append(word)
                 game.ids += tokens.response(reply.observation)
-                game.over, game.solved = reply.done, reply.solved
+                game.over = reply.done
+                game.solved = reply.solved
             turns.keep([place for place, game in enumerate(running) if not game.over])
             running = [game for game in running if not game.over]
     return played
@@ -94,7 +95,8 @@ class _Turns:
     """Samples the next turn of several games, whose keys and values it keeps; masked tokens pad them."""
 
     def __init__(self, model: PreTrainedModel, tokens: WordleTokens, games: int) -> None:
-        self._model, self._tokens = model, tokens
+        self._model = model
+        self._tokens = tokens
         self._cache = DynamicCache(config=model.config)
         self._ids, self._mask = torch.zeros(2, games, 0, dtype=torch.long)
 
@@ -126,7 +128,8 @@ class _Turns:
     def keep(self, games: Sequence[int]) -> None:
         """Drop all other games."""
         chosen = torch.tensor(games, dtype=torch.long)
-        self._ids, self._mask = self._ids[chosen], self._mask[chosen]
+        self._ids = self._ids[chosen]
+        self._mask = self._mask[chosen]
         self._cache.batch_select_indices(chosen)
 
 
@@ -176,7 +179,8 @@ def reversals(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     torch.manual_seed(0)
     asked = reverse_text.texts(tokenizer, TEXTS, seed=0, held_out=True)
     tokenizer.padding_side = "left"
-    prompts, options = [reverse_text.chat(text) for text in asked], {"padding": True, "return_tensors": "pt"}
+    prompts = [reverse_text.chat(text) for text in asked]
+    options = {"padding": True, "return_tensors": "pt"}
     chats = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True, **options)
     output = model.generate(**chats, max_new_tokens=ANSWER_TOKENS, do_sample=True, top_k=0, top_p=1.0)
     answers = tokenizer.batch_decode(output[:, chats["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -196,8 +200,10 @@ def measured(reader: RunReader, version: int, env_url: str) -> list[float]:
 def gain(before: Sequence[float], after: Sequence[float]) -> str:
     """Means over the same tasks, and the 95 % confidence interval of their difference, as a sentence."""
     gains = [later - earlier for earlier, later in zip(before, after, strict=True)]
-    middle, reach = mean(gains), _CONFIDENCE * stdev(gains) / sqrt(len(gains))
-    low, high = 100 * (middle - reach), 100 * (middle + reach)
+    middle = mean(gains)
+    reach = _CONFIDENCE * stdev(gains) / sqrt(len(gains))
+    low = 100 * (middle - reach)
+    high = 100 * (middle + reach)
     change = f"{100 * mean(before):.1f} % -> {100 * mean(after):.1f} % of {len(gains)} held-out tasks"
     return f"{change} ({low:+.1f} to {high:+.1f} points with 95 % confidence)"
 

@@ -49,8 +49,10 @@ def reversals(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Chat]:
 
 def games(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Chat]:
     """Games of players that forget nothing; no secret is a held-out word."""
-    words, rng = read_words(_WORDS), random.Random(seed)
-    teacher, secrets = Teacher(words, memory=1.0), secrets_of(words)
+    words = read_words(_WORDS)
+    rng = random.Random(seed)
+    teacher = Teacher(words, memory=1.0)
+    secrets = secrets_of(words)
     while True:
         chat: Chat = [{"role": "user", "content": PROMPT}]
         for guess in teacher.game(rng.choice(secrets), rng):

@@ -17,10 +17,14 @@ END_OF_TURN = "<|im_end|>"
 
 LETTERS = 5
 PROMPT = "Play Wordle."
-USER, ASSISTANT = "<|im_start|>user\n", "\n<|im_start|>assistant\n"
-CALL, END_CALL = '<tool_call>\n{"name": "guess", "arguments": {"word": "', '"}}\n</tool_call>'
-RESPONSE, END_RESPONSE = "\n<|im_start|>user\n<tool_response>\n", f"\n</tool_response>{END_OF_TURN}"
-GAME_OVER, NOT_A_WORD = " game over", "not a word"
+USER = "<|im_start|>user\n"
+ASSISTANT = "\n<|im_start|>assistant\n"
+CALL = '<tool_call>\n{"name": "guess", "arguments": {"word": "'
+END_CALL = '"}}\n</tool_call>'
+RESPONSE = "\n<|im_start|>user\n<tool_response>\n"
+END_RESPONSE = f"\n</tool_response>{END_OF_TURN}"
+GAME_OVER = " game over"
+NOT_A_WORD = "not a word"
 PHRASES = [USER, ASSISTANT, CALL, END_CALL, RESPONSE, END_RESPONSE, PROMPT, GAME_OVER, NOT_A_WORD]
 MARKS = [f"{letter}{place}{mark}" for place in range(1, 6) for mark in "-?+" for letter in ascii_lowercase]
 
@@ -56,12 +60,15 @@ class WordleTokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         ids = tokenizer.get_vocab()
-        self.pad, self.end_of_turn = ids[PAD], ids[END_OF_TURN]
+        self.pad = ids[PAD]
+        self.end_of_turn = ids[END_OF_TURN]
         self.stops = [self.end_of_turn, ids[END_CALL]]
         self.letters = [ids[letter] for letter in ascii_lowercase]
-        self.marks, self.not_a_word = [ids[mark] for mark in MARKS], ids[NOT_A_WORD]
+        self.marks = [ids[mark] for mark in MARKS]
+        self.not_a_word = ids[NOT_A_WORD]
         self.prompt = self._of(USER + PROMPT + END_OF_TURN + ASSISTANT)
-        self._call, self._end_call = ids[CALL], ids[END_CALL]
+        self._call = ids[CALL]
+        self._end_call = ids[END_CALL]
 
     def call(self, word: str) -> list[int]:
         """The tokens that the policy samples in one turn."""

@@ -28,8 +28,10 @@ from trainer.policies.tokens import WordleTokens, build_wordle_tokenizer
 HELD_OUT_SHARE = 10  # one word in ten is never a secret, as in the environment's training games
 MEMORY = 0.3
 SLIPS = 0.05  # share of misspelled guesses
-STEPS, BATCH = 6000, 16
-MUON_RATE, ADAMW_RATE = 0.02, 3e-3
+STEPS = 6000
+BATCH = 16
+MUON_RATE = 0.02
+ADAMW_RATE = 3e-3
 WordNumbers = NDArray[np.intp]
 
 
@@ -59,14 +61,16 @@ class Teacher:
     def __init__(self, words: Sequence[str], memory: float) -> None:
         self.words = words
         self.letters = np.array([[ascii_lowercase.index(letter) for letter in word] for word in words])
-        self._memory, self._known = memory, frozenset(words)
+        self._memory = memory
+        self._known = frozenset(words)
         alphabet = np.arange(len(ascii_lowercase))
         self._at: NDArray[np.bool_] = self.letters.T[None] == alphabet[:, None, None]  # [letter, place, word]
         self._has: NDArray[np.bool_] = self._at.any(1)  # [letter, word]
 
     def game(self, secret: str, rng: random.Random) -> list[Guess]:
         """Play one game; returns its guesses."""
-        game, guesses = Game(secret, self._known), list[Guess]()
+        game = Game(secret, self._known)
+        guesses = list[Guess]()
         seen: list[NDArray[np.bool_]] = []
         while not game.over:
             word, possible = self._draw(seen, rng)
@@ -98,7 +102,8 @@ class Teacher:
 
     def _fits(self, letter: str, place: int, mark: str, found: bool) -> NDArray[np.bool_]:
         number = ascii_lowercase.index(letter)
-        at, has = self._at[number, place], self._has[number]
+        at = self._at[number, place]
+        has = self._has[number]
         # A letter that is marked absent here and found elsewhere is absent from this place only.
         fits: NDArray[np.bool_] = {"+": at, "?": has & ~at, "-": ~at if found else ~has}[mark]
         return fits
@@ -152,7 +157,8 @@ class WarmStart:
     """Imitates a teacher: the probabilities with which it draws each letter, not only the letter it drew."""
 
     def __init__(self, model: Qwen3ForCausalLM, tokens: WordleTokens, words: list[str], seed: int) -> None:
-        self._model, self._tokens = model, tokens
+        self._model = model
+        self._tokens = tokens
         self._rng = random.Random(seed)
         self._secrets = secrets_of(words)
         self._teacher = Teacher(words, MEMORY)
@@ -190,7 +196,8 @@ class WarmStart:
         return cross_entropy(self._model.lm_head(hidden[where, when]), torch.from_numpy(chances))
 
     def _row(self, secret: str) -> Row:
-        ids, targets = list(self._tokens.prompt), dict[int, dict[int, float]]()
+        ids = list(self._tokens.prompt)
+        targets = dict[int, dict[int, float]]()
         for guess in self._teacher.game(secret, self._rng):
             turn = self._tokens.call(guess.text)
             if len(guess.possible):
@@ -202,7 +209,8 @@ class WarmStart:
 
     def _turn_targets(self, turn: list[int], guess: Guess) -> Iterator[dict[int, float]]:
         yield {turn[0]: 1.0}
-        possible, letters = guess.possible, self._teacher.letters
+        possible = guess.possible
+        letters = self._teacher.letters
         for place, letter in enumerate(guess.text):
             counts = np.bincount(letters[possible, place], minlength=len(ascii_lowercase))
             drawn = np.flatnonzero(counts)

@@ -64,7 +64,8 @@ def _packages() -> bool:
 
 def _release(features: Sequence[compat.Feature]) -> bool:
     """Print a line for each feature of a package. Return whether the package is installed, but unusable."""
-    package, wrong = features[0].package, False
+    package = features[0].package
+    wrong = False
     name, version = compat.installed(package)
     if not version:
         print(features[0].problem())

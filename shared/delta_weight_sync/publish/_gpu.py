@@ -96,7 +96,8 @@ class DeviceDiff:
         sizes = [piece.new.numel() for piece in chunk]
         new = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self._device)
         gpu.pack([piece.new for piece in chunk], torch.split(new, sizes))
-        bits, old = new.view(torch.int16), self._old(chunk)
+        bits = new.view(torch.int16)
+        old = self._old(chunk)
         changed = (bits != old).nonzero().view(-1)  # waits
         table = columns[[piece.part for piece in chunk]].T.copy()
         table[_FIRST], ends = [piece.first for piece in chunk], np.cumsum(sizes)
@@ -106,7 +107,8 @@ class DeviceDiff:
         totals = torch.zeros(2, dtype=torch.int64, device=self._device)
         for some in gpu.cuts(changed.numel(), gpu.CHANGES):
             where = changed[some]
-            now, was = bits[where], old[where]
+            now = bits[where]
+            was = old[where]
             of, position = _position(there, bounds, where)
             # Each device casts a NaN to other bits. Here they become those of the host, perhaps the old ones.
             odd = ((now & 0x7FFF) > INFINITY) & (there[_CAST][of] == 1)
@@ -206,26 +208,34 @@ def _columns(parts: Sequence[Part], mirrors: Mirrors, unchecked: Collection[str]
 def _chunks(parts: Sequence[Part], mirrors: Mirrors) -> Iterator[list[_Piece]]:
     """Cut parts into pieces, and yield lists of consecutive pieces: of at most `CHUNK` elements altogether,
     and with mirrors in the same memory."""
-    chunk, size, storage = list[_Piece](), 0, None
+    chunk = list[_Piece]()
+    size = 0
+    storage = None
     for number, part in enumerate(parts):
-        mirror, new = mirrors[part.name], part.tensor.detach()
+        mirror = mirrors[part.name]
+        new = part.tensor.detach()
         if not new.is_contiguous():
             new = new.to(torch.bfloat16).contiguous()
         new = new.view(-1)
         if (its := mirror.untyped_storage().data_ptr()) != storage:
             if chunk:
                 yield chunk
-                chunk, size = [], 0
-            storage, memory = its, gpu.words_of(mirror)
+                chunk = []
+                size = 0
+            storage = its
+            memory = gpu.words_of(mirror)
         if part.block.whole_rows:
-            old, at = memory, int(mirror.storage_offset()) + part.block.origin
+            old = memory
+            at = int(mirror.storage_offset()) + part.block.origin
         else:  # several stretches of the mirror, which are cut out
-            old, at = mirror[part.block.at].reshape(-1), 0
+            old = mirror[part.block.at].reshape(-1)
+            at = 0
         for first in range(0, new.numel(), CHUNK) if new.numel() > CHUNK else (0,):
             some = new[first : first + CHUNK] if new.numel() > CHUNK else new
             if size + some.numel() > CHUNK:
                 yield chunk
-                chunk, size = [], 0
+                chunk = []
+                size = 0
             chunk.append(_Piece(number, first, some, old, at + first))
             size += some.numel()
     if chunk:
@@ -248,11 +258,13 @@ def _patches(
 ) -> list[Patch]:
     """Make patches of changes, which are given by chunk as positions (int32) and ulps (int16)."""
     upto = np.cumsum([0, *(found.size for found in at)])
-    index, amounts = np.empty(upto[-1], np.int64), np.empty(upto[-1], np.uint16)
+    index = np.empty(upto[-1], np.int64)
+    amounts = np.empty(upto[-1], np.uint16)
 
     def fill(number: int) -> list[tuple[int, int]]:
         """Fill in the changes of a chunk. Return the part and the number of changes of each changed piece."""
-        chunk, found = chunks[number], at[number]
+        chunk = chunks[number]
+        found = at[number]
         starts = np.cumsum([0, *(piece.new.numel() for piece in chunk)])
         cuts = np.searchsorted(found, starts)
         own = index[upto[number] : upto[number + 1]]
@@ -267,9 +279,11 @@ def _patches(
     counted = [each for counts in in_order(fill, range(len(chunks))) for each in counts]
     sizes = np.zeros(len(parts), np.int64)
     np.add.at(sizes, [part for part, _ in counted], [count for _, count in counted])
-    ends, patches = sizes.cumsum(), []
+    ends = sizes.cumsum()
+    patches = []
     for number in np.flatnonzero(sizes).tolist():
-        part, its = parts[number], slice(ends[number] - sizes[number], ends[number])
+        part = parts[number]
+        its = slice(ends[number] - sizes[number], ends[number])
         positions = part.block.positions(index[its])
         patches.append(Patch(part.name, part.block.shape, positions, amounts[its]))
     return patches

@@ -36,13 +36,15 @@ class HubCopy:
     """Copies the base's files into the bucket, on rank 0. If that is not possible, it logs why."""
 
     def __init__(self, base: Base, writer: RunWriter) -> None:
-        self._base, self._writer = base, writer
+        self._base = base
+        self._writer = writer
         self._files: dict[str, HubFile] = {}  # the base's files of weights, by name
 
     def may_fit(self, version: Specs) -> bool:
         """Whether the Hub has the base's files, with the tensors of `version`, perhaps in other values."""
         with self._or_upload():
-            bucket, base = self._writer.bucket, self._base
+            bucket = self._writer.bucket
+            base = self._base
             if not bucket.copies_from_hub:
                 raise _UnfitError(f"{bucket.url} is not on the Hub")
             if not base.is_on_hub:
@@ -66,7 +68,8 @@ class HubCopy:
         Returns:
             All files of the anchor; empty if the anchor must be uploaded.
         """
-        writer, folder = self._writer, self._base.folder
+        writer = self._writer
+        folder = self._base.folder
         copies = {writer.keys.anchor(0, writer.writer, name): file for name, file in self._files.items()}
         refs = [FileRef(key=key, size=file.size, sha256=file.sha256) for key, file in copies.items()]
         done = False

@@ -84,7 +84,8 @@ class Mirror:
 
     def copied(self, part: Part) -> int:
         """How many bytes the comparison of a part copies at most."""
-        tensor, there = part.tensor, on_device(part.tensor)
+        tensor = part.tensor
+        there = on_device(part.tensor)
         converted = 0 if tensor.is_contiguous() and (there or tensor.dtype in _READ) else 2 if there else 4
         cut_out = not part.block.whole_rows or (self._bits[part.name].is_cuda and not there)
         return (converted + 2 * cut_out) * tensor.numel()
@@ -130,7 +131,8 @@ class Mirror:
 
     def take(self, patches: Iterable[Patch]) -> None:
         """Apply patches that `find_on_host` or other ranks found."""
-        on_host, there = list[Patch](), dict[torch.device, list[Patch]]()
+        on_host = list[Patch]()
+        there = dict[torch.device, list[Patch]]()
         for patch in filter(lambda patch: patch.index.size, patches):
             bits = self._bits[patch.name]
             (there.setdefault(bits.device, []) if bits.is_cuda else on_host).append(patch)

@@ -67,18 +67,22 @@ def snapshot(
 ) -> tuple[Tensors, StateHeader]:
     """Return copies on the host of what this rank saves. Raises `StateError` if a value cannot be saved."""
     started = time.monotonic()
-    tensors, held, values = Tensors(), dict[str, SavedBlock](), dict[str, Any]()
+    tensors = Tensors()
+    held = dict[str, SavedBlock]()
+    values = dict[str, Any]()
     for entry, value, parameter in _entries(live, optimizer):
         if isinstance(value, torch.Tensor):
             _require_plain(entry, value, parameter)
             if main or isinstance(value, DTensor):
-                block, on_host = held_block(value), value.device.type == "cpu"
+                block = held_block(value)
+                on_host = value.device.type == "cpu"
                 held[entry] = SavedBlock(str(value.dtype), block.shape, block.offset, block.extent, on_host)
                 tensors[entry] = local(value).to("cpu", copy=True, memory_format=torch.contiguous_format)
         else:
             values[entry] = as_json(value, entry)
     states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
-    setup, numbers = _setup(live, optimizer, others), snapshot_random_state()
+    setup = _setup(live, optimizer, others)
+    numbers = snapshot_random_state()
     _log.info("training waited %s for a copy of its state", time_text(time.monotonic() - started))
     return tensors, StateHeader(held=held, setup=setup, values=values, others=states, random=numbers)
 
@@ -94,7 +98,8 @@ def load(
     for part, now in _setup(live, optimizer, others).items():
         then = header.setup[part]
         for key in sorted((now.keys() | then.keys()) - {"lr"}):
-            was, is_now = then.get(key, "absent"), now.get(key, "absent")
+            was = then.get(key, "absent")
+            is_now = now.get(key, "absent")
             if was != is_now:
                 raise StateError(
                     f"the {part}'s {key} was {was} when the state was saved and is {is_now}: train with the"
@@ -110,7 +115,9 @@ def load(
     for entry, held in main.held.items():
         if entry.startswith("optimizer/"):
             _, number, key = entry.split("/", 2)
-            parameter, dtype, scalar = parameters[number], _DTYPES[held.dtype], not held.shape
+            parameter = parameters[number]
+            dtype = _DTYPES[held.dtype]
+            scalar = not held.shape
             if held.shape == parameter.shape and not scalar:
                 moment = torch.empty_like(parameter, dtype=dtype)  # sharded like the parameter
             else:  # for example AdamW's step count, a scalar that may be on the host

@@ -63,8 +63,12 @@ class StateSaver:
         self, reader: RunReader, peers: Peers, outbox: Outbox, writer: RunWriter | None, every_s: float
     ) -> None:
         """Only the main rank has a `writer`."""
-        self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
-        self._every_s, self._next = every_s, 0.0  # least seconds between snapshots; when the next is due
+        self._reader = reader
+        self._peers = peers
+        self._outbox = outbox
+        self._writer = writer
+        self._every_s = every_s  # least seconds between snapshots
+        self._next = 0.0  # when the next one is due
         self.thread: threading.Thread | None = None  # makes the newest upload
         self.failure: Exception | None = None  # why the newest upload failed
 
@@ -75,7 +79,8 @@ class StateSaver:
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         """Upload the snapshot in the background, once its version is in the bucket."""
-        self.failure, arguments = None, (snapshot, sync, extra)
+        self.failure = None
+        arguments = (snapshot, sync, extra)
         self.thread = threading.Thread(target=self._run, args=arguments, name="state", daemon=True)
         self.thread.start()
 
@@ -135,7 +140,10 @@ class FoundState:
     """
 
     def __init__(self, reader: RunReader, record: StateRecord, peers: Peers, folder: Scratch) -> None:
-        self.record, self._reader, self._peers, self._folder = record, reader, peers, folder
+        self.record = record
+        self._reader = reader
+        self._peers = peers
+        self._folder = folder
         self._files: dict[int, tuple[Any, StateHeader]] = {}  # rank -> its object and header
         size = len(record.ranks)
         for rank in range(peers.rank, size, peers.size):
@@ -156,7 +164,9 @@ class FoundState:
 
     def _fill(self, entry: str, tensor: torch.Tensor) -> None:
         """Fill this rank's block of a tensor from the objects that have parts of the block."""
-        own, block, missing = local(tensor), held_block(tensor), math.prod(held_block(tensor).extent)
+        own = local(tensor)
+        block = held_block(tensor)
+        missing = math.prod(held_block(tensor).extent)
         seen = set[tuple[Any, ...]]()  # blocks that were read; several ranks may have saved the same block
         for rank in self._nearest:
             if not missing:

@@ -310,7 +310,8 @@ class HubBucket(store.Bucket):
         files = dict[str, store.HubFile]()
         for name in names:
             entry = found.get(name, {})
-            sha256, xet_hash = (entry.get("lfs") or {}).get("oid", ""), entry.get("xetHash")
+            sha256 = (entry.get("lfs") or {}).get("oid", "")
+            xet_hash = entry.get("xetHash")
             if not re.fullmatch("[0-9a-f]{64}", sha256) or not xet_hash:
                 raise errors.BucketError(f"{name} of {model} is not in the Hub's Xet storage")
             files[name] = store.HubFile(entry["size"], sha256, xet_hash)

@@ -45,7 +45,9 @@ class DeviceMemory(memory.Memory):
 
     def __init__(self, table: Table) -> None:
         super().__init__(table)
-        rows, self._device, self._stream = table.rows, table.device, None
+        rows = table.rows
+        self._device = table.device
+        self._stream = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
         with self._staging():
@@ -101,7 +103,8 @@ class DeviceMemory(memory.Memory):
         lead = position % BLOCK
         blocks = -(-(lead + count) // BLOCK)
         number = np.arange(blocks.sum()) + np.repeat(position // BLOCK - blocks.cumsum() + blocks, blocks)
-        of, number = self._upload(np.repeat(row, blocks)), self._upload(number)
+        of = self._upload(np.repeat(row, blocks))
+        number = self._upload(number)
         bits = torch.zeros(int(blocks.sum()) * BLOCK, dtype=torch.int16, device=self._device)
         sizes = np.column_stack([lead, count, blocks * BLOCK - lead - count]).reshape(-1)
         self._pack(batch, bits.split(sizes.tolist())[1::3])
@@ -110,7 +113,9 @@ class DeviceMemory(memory.Memory):
 
     def _prepared(self, changes: Changes) -> tuple[Write, NDArray[np.uint64]]:
         order = np.argsort(self._home[changes.rows], kind="stable")  # memory by memory
-        rows, counts, size = changes.rows[order], changes.counts[order], changes.ulps.size
+        rows = changes.rows[order]
+        counts = changes.counts[order]
+        size = changes.ulps.size
         begin = (changes.counts.cumsum() - changes.counts)[order]
         its = [slice(*ends) for ends in np.column_stack([begin, begin + counts]).tolist()]
         fits = 2 * _STAGED * size <= gpu.free_bytes(self._device)
@@ -125,7 +130,8 @@ class DeviceMemory(memory.Memory):
             else:
                 staged = [gpu.room((size,), kind, self._device) for kind in kinds]
             index, old, new = staged
-            row_of, ends = self._upload(rows), self._upload(counts.cumsum())
+            row_of = self._upload(rows)
+            ends = self._upload(counts.cumsum())
             moved = torch.zeros(len(self._table.rows), dtype=torch.int64, device=self._device)
             for load in self._loads(rows, counts, gpu.CHANGES):
                 numbers = torch.arange(load.all.start, load.all.stop, device=self._device)
@@ -143,7 +149,8 @@ class DeviceMemory(memory.Memory):
             most = max((load.all.stop - load.all.start for load in loads), default=0)
             # An undo must not fail, so whatever it needs is there before anything is written.
             near = [torch.empty(0 if fits else most, dtype=k, device=self._device) for k in kinds[:2]]
-            back, wrong = torch.empty(most, dtype=torch.int16, device=self._device), moved.new_zeros(1)
+            back = torch.empty(most, dtype=torch.int16, device=self._device)
+            wrong = moved.new_zeros(1)
             (total,) = gpu.read([moved], self._device)
 
         def here(kept: torch.Tensor, some: slice, room: torch.Tensor) -> torch.Tensor:
@@ -158,7 +165,8 @@ class DeviceMemory(memory.Memory):
                 waited_s = time.perf_counter() - started
                 wrong.zero_()
                 for load in loads:
-                    at, bits = here(index, load.all, near[0]), here(old if undo else new, load.all, near[1])
+                    at = here(index, load.all, near[0])
+                    bits = here(old if undo else new, load.all, near[1])
                     _put(load.runs, at, bits)
                     if not undo:
                         wrong.add_((_get(load.runs, at, back[: at.numel()]) != bits).sum())
@@ -169,10 +177,12 @@ class DeviceMemory(memory.Memory):
     def _loads(self, rows: Index, counts: Index, most: int) -> Iterator[_Load]:
         """Cut changes into loads of at most `most`. The changes of rows in one memory lie together."""
         sizes = np.bincount(self._home[rows], counts, len(self._memories)).astype(np.int64)
-        ends, used = sizes.cumsum(), sizes > 0
+        ends = sizes.cumsum()
+        used = sizes > 0
         for some in gpu.cuts(int(counts.sum()), most):
             inside = used & (ends > some.start) & (ends - sizes < some.stop)
-            starts, stops = np.maximum(ends - sizes, some.start), np.minimum(ends, some.stop)
+            starts = np.maximum(ends - sizes, some.start)
+            stops = np.minimum(ends, some.stop)
             cuts = np.column_stack([starts, stops])[inside] - some.start
             numbers = np.flatnonzero(inside).tolist()
             yield _Load(
@@ -190,12 +200,14 @@ class DeviceMemory(memory.Memory):
     def _bits(self, batch: Rows) -> torch.Tensor:
         """The live bits of parts of rows, int16, one part after the other."""
         bits = torch.empty(int(batch[:, 2].sum()), dtype=torch.int16, device=self._device)
-        targets, flat = bits.split(batch[:, 2].tolist()), self._flat[batch[:, 0]]
+        targets = bits.split(batch[:, 2].tolist())
+        flat = self._flat[batch[:, 0]]
         self._pack(batch[flat], [targets[j] for j in np.flatnonzero(flat)])
         if len(others := batch[~flat]):  # by index, because a part of a box is no box
             of, element = self._elements(others)
             at = self._places(memory.TARGET, of, element).add_(self._columns[_AT][of])
-            home, ends = self._home[others[:, 0]], others[:, 2].cumsum()
+            home = self._home[others[:, 0]]
+            ends = others[:, 2].cumsum()
             changes = np.flatnonzero(np.diff(home, append=-1))  # the last part of each run in one memory
             stretches = pairwise([0, *ends[changes].tolist()])
             runs = [
@@ -207,7 +219,8 @@ class DeviceMemory(memory.Memory):
 
     def _pack(self, batch: Rows, targets: Sequence[torch.Tensor]) -> None:
         """Copy parts of flat rows."""
-        views, parts = self._views, batch.tolist()
+        views = self._views
+        parts = batch.tolist()
         sources = [views[row][first : first + count] for row, first, count in parts]
         gpu.pack(sources, targets, fresh=[self._dense[row] for row, _, _ in parts])
 
@@ -222,7 +235,8 @@ class DeviceMemory(memory.Memory):
     def _places(self, strides: int, of: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
         """Distances of elements from their row's first, in the checkpoint (`strides`: SOURCE) or in memory
         (TARGET)."""
-        first, last = self._first_dim, memory.DIMS
+        first = self._first_dim
+        last = memory.DIMS
         sizes, steps = (self._columns[kind + first : kind + last] for kind in (memory.SIZES, strides))
         return gpu.places(sizes, steps, of, element)
 

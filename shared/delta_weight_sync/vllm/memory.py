@@ -257,7 +257,8 @@ class Memory(ABC):
 
     def recheck(self) -> None:
         """Hash the next slice of the parameters again; `known_digest` then uses the new hashes."""
-        some, before = slice(*self._cuts[self._turn : self._turn + 2]), self._writes
+        some = slice(*self._cuts[self._turn : self._turn + 2])
+        before = self._writes
         found = self._hash(some)
         if before == self._writes and before % 2 == 0:
             self._digests[some] = found

@@ -297,7 +297,8 @@ def _apply(
 
 def _contents(hub: Hub, operation: dict[str, Any], who: str | None) -> set[str]:
     """The Xet hashes of the repository or bucket from which the caller copies; none if it is hidden."""
-    kind, name = operation["sourceRepoType"], operation["sourceRepoId"]
+    kind = operation["sourceRepoType"]
+    name = operation["sourceRepoId"]
     try:
         if kind == "bucket":
             held = {file.xet_hash for file in hub.bucket(name, who).files.values()}
