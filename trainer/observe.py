@@ -189,7 +189,9 @@ class ReplicaWatch:
         for commit in new:
             self._log.append(commit)
         if new and report.traffic:
-            self._log.append(report.traffic)
+            # A replica speaks only for itself, whatever it says.
+            own = {"source": report.status.replica, "trainer": False, "version": None}
+            self._log.append(report.traffic.model_copy(update=own))
         self._after[url] = max(self._after[url], *(commit.version for commit in new), -1)
         previous, now = self._last.get(url), report.status
         if previous and previous.replica != now.replica:  # before its first answer, its URL is its name

@@ -22,7 +22,7 @@ from delta_weight_sync.runlog import (
     SyncEvent,
     TrafficEvent,
 )
-from delta_weight_sync.traffic import Traffic, TrafficSum
+from delta_weight_sync.traffic import RunTraffic, TrafficSum
 
 POINTS = 300  # max points of a curve; more points would not be visible on a screen
 FRAMES = 60  # moments: earlier versions at which the page can show the run
@@ -81,7 +81,7 @@ class Progress:
     last_t: float = 0.0  # unix seconds of the last event
     done: DoneEvent | None = None
     full_bytes: int = 0
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: RunTraffic = field(default_factory=RunTraffic)
     versions: int = 0  # versions after version 0
     sent_full_bytes: int = 0  # what the same syncs would have sent as whole checkpoints
     group: StepEvent | None = None  # the newest step whose rollouts were recorded

@@ -206,6 +206,8 @@ class RunReader:
     def fetch(self, ref: FileRef, folder: Path) -> Path:
         """Download a file and check its size and sha256. A complete local copy is not fetched again.
 
+        `ref` must not be one of several parts of a delta or a jump: see `fetch_all`.
+
         Raises:
             ProtocolError: The object is damaged.
             ObjectMissingError: The object does not exist.
@@ -244,6 +246,7 @@ class RunReader:
         All parts of a delta or a jump must be fetched together.
         """
         wanted = [*refs]
+        kept = {ref.key for ref in wanted if (folder / ref.name).exists()}
         hashes = self._fetch_side_by_side(wanted, folder)
         by_link: dict[tuple[int, int], list[tuple[DeltaRef, str]]] = {}
         for ref, sha256 in zip(wanted, hashes, strict=True):
@@ -253,8 +256,12 @@ class RunReader:
             first, _ = parts[0]
             if len(parts) != first.parts or sha256_together(sha for _, sha in parts) != first.sha256:
                 for ref, _ in parts:
-                    self._unreadable.add(ref.key)
                     (folder / ref.name).unlink()
+                if not kept.isdisjoint(ref.key for ref, _ in parts):
+                    # Perhaps only a local copy is damaged.
+                    self.fetch_all([ref for ref, _ in parts], folder)
+                    continue
+                self._unreadable.update(ref.key for ref, _ in parts)
                 raise errors.ProtocolError(
                     f"the {first.parts} parts of the delta from version {base} to {version} (such as"
                     f" {first.key}) are not the published objects: they were not applied"

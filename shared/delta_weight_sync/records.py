@@ -38,6 +38,7 @@ POLL_S: Final = 1.0  # usual seconds between two requests for HEAD, without the 
 MAX_ASSETS: Final = 1024  # max files of an anchor
 MAX_PARTS: Final = 64  # max parts of a delta that a trainer writes
 MAX_REFS: Final = 1 << 14  # max delta files in a manifest, and max jump files
+LOG_FLUSHES: Final = 512  # max flushes of a trainer in one object of the log
 LARGEST: Final = 1e15  # the largest number that a log event may report, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
 ANCHOR_PAYS: Final = 0.5  # write an anchor when a join must fetch deltas of more than this share of the model
@@ -172,7 +173,9 @@ def log_key(key: str) -> LogKey | None:
         return None
     first = int(match[3])
     last = int(match[4] or first)
-    return LogKey(Writer(int(match[1]), match[2]), first, last) if first <= last else None
+    if not first <= last < first + LOG_FLUSHES:
+        return None
+    return LogKey(Writer(int(match[1]), match[2]), first, last)
 
 
 def head_writer(key: str) -> Writer | None:

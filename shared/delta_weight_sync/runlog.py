@@ -10,7 +10,6 @@ The log is not signed, so readers do not trust it. Every field of an event has a
 or list that is too long; they skip and count a line that breaks another limit or is no event.
 """
 
-import io
 import itertools
 import json
 import logging
@@ -28,6 +27,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from delta_weight_sync.errors import BucketError, ObjectMissingError, ProtocolError
 from delta_weight_sync.records import (
     FORMAT,
+    LOG_FLUSHES,
     Count,
     Digest,
     Keys,
@@ -57,7 +57,8 @@ VERSION_BYTES: Final = 2048
 _SAVED: Final = 32  # unused bytes are saved up, but at most those of this many versions
 _TWICE: Final = 2  # each flush is written again in its segment, which usually takes fewer bytes
 _FLUSH_END: Final = b"\n\n"  # between the flushes of a segment
-_WAITING: Final = 16_384  # max events that wait until the store takes them
+_WAITING: Final = 16 << 20  # max bytes of events that wait until the store takes them
+_LINES: Final = 1 << 16  # max events in an object: even the shortest ones fill `SEGMENT_BYTES` with fewer
 _LOOK_BACK: Final = 16  # objects of the log that a new trainer reads to find the newest version's event
 _log = logging.getLogger(__name__)
 
@@ -202,7 +203,8 @@ class RunLogWriter:
         self._every_s = bucket.report_every_s if every_s is None else every_s
         self._guard = Guard("the run's log")
         self._lines: list[bytes] = []  # events of no flush yet
-        self._adding = threading.Lock()  # held while `_lines` changes
+        self._waiting = 0  # bytes of `_lines`
+        self._adding = threading.Lock()  # held while these two change
         # The flush that is not in the bucket yet: its key, its content.
         self._in_flight: tuple[str, bytes] | None = None
         self._flushed = b""  # the lines of that flush
@@ -224,15 +226,17 @@ class RunLogWriter:
                 paid = max(event.payload_bytes / LOG_SHARE, VERSION_BYTES)
                 self._allowance = min(self._allowance + paid, _SAVED * paid)
             if isinstance(event, StepEvent) and event.rollouts:
-                event = self._affordable(event)
+                event = self._affordable(event) if self._rides else _without_rollouts(event)
             line = _line(event)
+            if len(line) > LINE and isinstance(event, StepEvent):
+                line = _line(_without_rollouts(event))
             if len(line) > LINE:
                 raise ValueError(f"an event has {len(line)} bytes, and at most {LINE} are allowed")
             with self._adding:
                 self._lines.append(line)
-                if len(self._lines) > _WAITING:  # the store has not taken the log for hours
-                    del self._lines[: _WAITING // 2]
-                    _log.warning("run log: dropped the oldest %d events that wait", _WAITING // 2)
+                self._waiting += len(line)
+                if self._waiting > _WAITING:  # the store has not taken the log for hours
+                    self._drop_oldest()
 
     def complete(self, newest: Manifest) -> None:
         """Log the newest version if its trainer was stopped before it logged this version."""
@@ -281,6 +285,14 @@ class RunLogWriter:
                 self._stored()
         self._rides = True
 
+    def _drop_oldest(self) -> None:
+        count = 0
+        while self._waiting > _WAITING // 2:
+            self._waiting -= len(self._lines[count])
+            count += 1
+        del self._lines[:count]
+        _log.warning("run log: dropped the oldest %d events that wait", count)
+
     def _affordable(self, event: StepEvent) -> StepEvent:
         """The event with its rollouts if the budget allows that. If they are so large that they would never
         fit, with as many of them as fit."""
@@ -290,7 +302,7 @@ class RunLogWriter:
         most = _SAVED * VERSION_BYTES // 2
         kept = int(len(event.rollouts) * self._allowance / cost) if cost > most else 0
         if kept <= 0:
-            return event.model_copy(update={"rollouts": (), "prompt": ""})
+            return _without_rollouts(event)
         return event.model_copy(update={"rollouts": event.rollouts[:kept]})
 
     def _seal(self) -> None:
@@ -301,6 +313,7 @@ class RunLogWriter:
             count = _fitting(self._lines)
             content = b"\n".join(self._lines[:count])
             data = _compressed(content)
+            self._waiting -= sum(map(len, self._lines[:count]))
             del self._lines[:count]
         self._allowance -= len(data) * _TWICE
         self._reserved += len(data)
@@ -310,7 +323,7 @@ class RunLogWriter:
     def _stored(self) -> None:
         if self._in_flight is not None:
             self._loose.append(self._flushed)
-            del self._loose[: -4 * SEGMENT]  # if the store refuses segments, old flushes stay as they are
+            del self._loose[:-LOG_FLUSHES]  # if the store refuses segments, old flushes stay as they are
             self._in_flight = None
             self._next += 1
             self._flushed_at = time.monotonic()
@@ -327,13 +340,15 @@ class RunLogWriter:
             if count > 1:
                 part = LogKey(self._writer, first, first + count - 1)
                 segment = _compressed(_FLUSH_END.join(loose[:count]))
-                self._reserved -= len(segment)
                 self._bucket.put(self._keys.log_part(part), segment)
+                self._reserved -= len(segment)
+            del loose[:count]
+            # Before the flushes are deleted: if the store refuses that, do not store the segment again.
+            del self._loose[:count]
+            if count > 1:
                 numbers = range(first, first + count)
                 self._bucket.delete([self._keys.log_part(LogKey(self._writer, n, n)) for n in numbers])
             first += count
-            del loose[:count]
-            del self._loose[:count]
         self._allowance += self._reserved
         self._reserved = 0
 
@@ -382,9 +397,9 @@ class RunLogReader:
             if news or time.monotonic() - self._listed < self._list_every_s:
                 return
         started = time.monotonic()
-        parts = (log_key(info.key) for info in self._bucket.list(self._keys.log))
         # Of two objects that begin with the same flush, take the segment.
-        for part in sorted(filter(None, parts), key=lambda part: (part.writer, part.first, -part.last)):
+        parts = _parts(self._bucket, self._keys)
+        for part in sorted(parts, key=lambda part: (part.writer, part.first, -part.last)):
             number, _ = self._seen.setdefault(part.writer, (0, 0))
             if part.last >= number:
                 try:
@@ -402,7 +417,8 @@ class RunLogReader:
         if part.first > number:  # flushes that are gone
             number = part.first
             done = 0
-        for at, flush in enumerate(flushes[number - part.first :], number):
+        named = part.last - part.first + 1
+        for at, flush in enumerate(flushes[number - part.first : named], number):
             for line in flush.split(b"\n")[done:]:
                 done += 1
                 self._seen[part.writer] = at, done
@@ -417,7 +433,7 @@ class RunLogReader:
                     self._versions.append((event.version, event.sync))
                 yield event
             done = 0
-        self._seen[part.writer] = part.last + 1, 0
+            self._seen[part.writer] = at + 1, 0
 
 
 def sync_event(
@@ -464,8 +480,7 @@ def traffic_event(
 
 def _has_version(bucket: Bucket, keys: Keys, version: int) -> bool:
     """Whether one of the newest objects of the log tells of `version`, or of a newer one."""
-    parts = sorted(filter(None, (log_key(info.key) for info in bucket.list(keys.log))))
-    for part in reversed(parts[-_LOOK_BACK:]):
+    for part in reversed(sorted(_parts(bucket, keys))[-_LOOK_BACK:]):
         try:
             content = _unpacked(bucket.get(keys.log_part(part)))
         except (ProtocolError, ObjectMissingError):
@@ -480,6 +495,17 @@ def _has_version(bucket: Bucket, keys: Keys, version: int) -> bool:
     return False
 
 
+def _parts(bucket: Bucket, keys: Keys) -> list[LogKey]:
+    """The objects of the log. Leaves out objects under keys that no trainer uses."""
+    parsed = ((info.key, log_key(info.key)) for info in bucket.list(keys.log))
+    return [part for key, part in parsed if part and keys.log_part(part) == key]
+
+
+def _without_rollouts(event: StepEvent) -> StepEvent:
+    """The step with its reward and metrics only."""
+    return event.model_copy(update={"rollouts": (), "prompt": ""})
+
+
 def _fitting(pieces: Sequence[bytes]) -> int:
     """How many of the first pieces fit into `SEGMENT_BYTES`, but at least one."""
     sizes = itertools.accumulate(len(piece) + len(_FLUSH_END) for piece in pieces)
@@ -488,7 +514,8 @@ def _fitting(pieces: Sequence[bytes]) -> int:
 
 def _line(event: Event) -> bytes:
     """An event as JSON. Numbers have six digits and times milliseconds: more would be most of the log."""
-    return json.dumps(_short(event.model_dump(mode="json")), separators=(",", ":")).encode()
+    fields = _short(event.model_dump(mode="json"))
+    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
 
 
 def _short(value: Any, name: str = "") -> Any:
@@ -507,10 +534,12 @@ def _compressed(content: bytes) -> bytes:
 def _unpacked(data: bytes) -> bytes:
     """The content of an object of the log. Raises `ProtocolError` if it is damaged or far too large."""
     try:
-        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(data)) as stream:
-            content = stream.read(SMALL + 1)
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= SMALL:  # negative: not stated
+            raise ProtocolError(f"an object of the log does not say that it has at most {SMALL} bytes")
+        content = zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"an object of the log is damaged: {error}") from error
-    if len(content) > SMALL:
-        raise ProtocolError(f"an object of the log has more than {SMALL} bytes")
+    if content.count(b"\n") > _LINES:
+        raise ProtocolError(f"an object of the log has more than {_LINES} lines")
     return bytes(content)

@@ -1,7 +1,7 @@
 """Sums what the programs of a run have sent, received and requested, from the events in its log."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -9,12 +9,14 @@ from delta_weight_sync.runlog import TrafficEvent
 from delta_weight_sync.store.ledger import KINDS
 from delta_weight_sync.util import size_text
 
-_PROGRAMS: Final = 256  # programs whose traffic is kept separately; of more, the oldest are kept as a sum
+_PROGRAMS: Final = 1024  # max programs at a time; what further ones report is left out
+_SILENT_S: Final = 3600.0  # a program that reported nothing for so long makes room for another
 _COUNTED: Final = ("sent", "received", "requests")
+_Counts = Counter[tuple[str, str]]  # by one of `_COUNTED`, and by kind of object
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RunTraffic:
     """The traffic of a run after version 0, by kind of object (`store.ledger.KINDS`).
 
     Attributes:
@@ -67,6 +69,31 @@ class Traffic:
         )
 
 
+class _Program:
+    """What one program has counted so far, and what a trainer had counted when it last was at version 0."""
+
+    def __init__(self) -> None:
+        self.heard = 0.0  # time of its newest event
+        self._newest = _Counts()
+        self._first = _Counts()
+
+    def add(self, event: TrafficEvent) -> _Counts:
+        """Take an event of the program. Returns by how much its counts after version 0 have grown."""
+        counts = {
+            (name, kind): count
+            for name in _COUNTED
+            for kind, count in getattr(event, name).items()
+            if kind in KINDS
+        }
+        before = self._newest - self._first
+        self.heard = max(self.heard, event.t)
+        # Counts never fall, so of two events that come out of order, the larger counts are the newer ones.
+        self._newest = self._newest | _Counts(counts)
+        if event.trainer and not event.version:
+            self._first = self._newest
+        return (self._newest - self._first) - before
+
+
 class TrafficSum:
     """Sums traffic events. Each event counts from the start of its program, so only its newest event counts.
 
@@ -74,41 +101,36 @@ class TrafficSum:
     """
 
     def __init__(self) -> None:
-        self._newest: dict[tuple[str, float, bool], TrafficEvent] = {}  # by program
-        self._past: dict[bool, TrafficEvent] = {}  # the sum of earlier trainers, and of earlier replicas
-        self._first = TrafficEvent(t=0, source="", since=0)  # of the trainer up to version 0
+        self._programs: dict[tuple[str, float, bool], _Program] = {}  # silent longest first
+        self._sums = {True: _Counts(), False: _Counts()}  # of trainers, of replicas
 
     def add(self, event: TrafficEvent) -> None:
         """Add an event; it replaces earlier events of the same program."""
-        if event.trainer and event.version == 0:
-            self._first = event
-        self._newest[event.source, event.since, event.trainer] = event
-        if len(self._newest) > _PROGRAMS:
-            gone = self._newest.pop(next(iter(self._newest)))
-            past = self._past.get(gone.trainer, TrafficEvent(t=0, source="", since=0))
-            totals = {name: _sum([getattr(gone, name), getattr(past, name)]) for name in _COUNTED}
-            self._past[gone.trainer] = gone.model_copy(update=totals)
+        key = event.source, event.since, event.trainer
+        program = self._programs.pop(key, None)
+        if program is None:
+            if len(self._programs) >= _PROGRAMS and not self._forget_one(event.t):
+                return
+            program = _Program()
+        self._programs[key] = program
+        self._sums[event.trainer].update(program.add(event))
 
-    def total(self) -> Traffic:
+    def total(self) -> RunTraffic:
         """The sum over all programs so far."""
-        events = [*self._past.values(), *self._newest.values()]
-        trainers = [event for event in events if event.trainer]
-        replicas = [event for event in events if not event.trainer]
-        return Traffic(
-            sent=_without(_sum(event.sent for event in trainers), self._first.sent),
-            requests=_without(_sum(event.requests for event in trainers), self._first.requests),
-            received=_sum(event.received for event in replicas),
-            replica_requests=_sum(event.requests for event in replicas),
+        return RunTraffic(
+            sent=self._sum("sent", trainer=True),
+            requests=self._sum("requests", trainer=True),
+            received=self._sum("received", trainer=False),
+            replica_requests=self._sum("requests", trainer=False),
         )
 
+    def _forget_one(self, now: float) -> bool:
+        """Forget the program that was silent longest, if it has ended. The sums keep what it counted."""
+        key, program = next(iter(self._programs.items()))
+        if program.heard > now - _SILENT_S:
+            return False
+        del self._programs[key]
+        return True
 
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    totals = Counter[str]()
-    for each in counts:
-        totals.update(each)
-    return dict(totals)
-
-
-def _without(counts: Mapping[str, int], first: Mapping[str, int]) -> dict[str, int]:
-    left = {kind: count - first.get(kind, 0) for kind, count in counts.items()}
-    return {kind: count for kind, count in left.items() if count > 0}
+    def _sum(self, wanted: str, *, trainer: bool) -> dict[str, int]:
+        return {kind: count for (name, kind), count in self._sums[trainer].items() if name == wanted}

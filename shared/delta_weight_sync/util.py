@@ -1,8 +1,10 @@
 """Compiled functions, work on several cores, proxies, and quantities as people read them."""
 
+import contextlib
 import ipaddress
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +45,9 @@ class Guard:
         with self._guard:
             on_version(manifest)
 
-    An exception in the block is logged once, with its cause, and then ends there.
+    An exception in the block is logged once, with its cause, and then ends there. In the main thread, Ctrl-C,
+    `sys.exit` and a cancelled task still end the program. In any other thread they would end only the thread,
+    so they end here, too.
     """
 
     _MOST: Final = 64  # different messages that are logged
@@ -58,13 +62,18 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception):
+        if error is None:
             return False
-        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+            return False
+        text = type(error).__name__
+        with contextlib.suppress(Exception):  # an error of the user's own class may have no text
+            text = f"{text}: {error}"
         if text not in self._logged and len(self._logged) < self._MOST:
             self._logged.add(text)
-            _log.warning("%s failed (%s); the run goes on without it", self._what, text)
-            _log.debug("%s failed", self._what, exc_info=error)
+            with contextlib.suppress(Exception):  # nor may a filter of the user's logging end the run
+                _log.warning("%s failed (%s); the run goes on without it", self._what, text)
+                _log.debug("%s failed", self._what, exc_info=error)
         return True
 
 

@@ -17,6 +17,7 @@ from delta_weight_sync.runlog import (
     RunLogReader,
     RunLogWriter,
     StepEvent,
+    TrafficEvent,
 )
 from delta_weight_sync.store import Bucket, open_bucket
 from tests.support.http_server import answering
@@ -170,6 +171,20 @@ def test_what_a_replica_answers_cannot_break_the_log(
     assert skipped == 0
     assert isinstance(events[-1], DoneEvent)
     assert events[1].kind == ("commit" if answer == reported() else "replica")
+
+
+def test_a_replica_reports_no_traffic_but_its_own(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "_POLL_S", 0.01)
+    lie = TrafficEvent(t=1.0, source=str(WRITER), since=1.0, trainer=True, version=0, sent={"deltas": 10**12})
+    report = ReplicaReport(status=status("x", 1), commits=(commit("x", 1),), traffic=lie)
+    with answering(lambda _: (200, {}, report.model_dump_json().encode())) as url:
+        log = RunLogWriter(bucket, "r", WRITER, every_s=0.01)
+        watch = ReplicaWatch(Fleet([url]), log)
+        soon(lambda: url in watch._last)
+        watch.close()
+        log.close()
+    (event,) = (event for event in read(bucket)[0] if isinstance(event, TrafficEvent))
+    assert (event.source, event.trainer, event.version) == ("x", False, None)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "x" * (LINE + 1), "\x00\x1b[2J"])

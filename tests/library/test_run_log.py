@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delta_weight_sync.errors import BucketUnreachableError
-from delta_weight_sync.records import Writer
+from delta_weight_sync.records import LogKey, Writer
 from delta_weight_sync.runlog import (
     SEGMENT,
     VERSION_BYTES,
@@ -21,7 +21,7 @@ from delta_weight_sync.runlog import (
     SyncEvent,
 )
 from delta_weight_sync.store import Bucket, open_bucket
-from tests.support.records import commit, sync
+from tests.support.records import commit, manifest_of, put_flush, sync
 from tests.support.waiting import soon
 
 LATER = Writer(2, "1" * 32)
@@ -250,3 +250,129 @@ def test_sync_events_hold_six_digits(bucket: Bucket) -> None:
     (event,) = RunLogReader(bucket, "r").poll()
     assert isinstance(event, SyncEvent)
     assert (event.diff_s, event.t) == (0.123457, 1_780_000_000.123)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"000000001.{'0' * 32}.00000000.jsonl.zst",
+        f"00000001.{'0' * 32}.00000005-00000005.jsonl.zst",
+        f"a/log/00000001.{'0' * 32}.00000000.jsonl.zst",
+        f"00000001.{'0' * 32}.00000000-00099999.jsonl.zst",
+    ],
+    ids=["term of 9 digits", "segment of one flush", "nested", "segment of 100,000 flushes"],
+)
+def test_an_object_under_a_key_that_no_trainer_uses_stops_no_reader(bucket: Bucket, name: str) -> None:
+    bucket.put(f"runs/r/log/{name}", b"?")
+    log = writer(bucket)
+    for number in range(3):
+        log.append(step(number))
+        ride(log, bucket)
+    assert steps(bucket) == [0, 1, 2]
+    log.complete(manifest_of(1, 0))
+    log.close()
+    assert steps(bucket) == [0, 1, 2]
+
+
+def test_a_damaged_segment_hides_no_flush_that_is_left(bucket: Bucket) -> None:
+    log = writer(bucket)
+    reader = RunLogReader(bucket, "r")
+    for number in range(9):
+        log.append(step(number))
+        ride(log, bucket)
+        if number == 4:
+            assert len([*reader.poll()]) == 5
+    bucket.put(log._keys.log_part(LogKey(FIRST, 0, 7)), b"damaged")
+    for _ in range(2):
+        log.append(step(9))
+        assert [event.t for event in reader.poll()] == [5, 6, 7, 8]
+        reader._seen[FIRST] = 5, 0
+    assert steps(bucket)[-1] == 8
+
+
+def test_half_an_object_is_no_object_without_events(bucket: Bucket) -> None:
+    log = writer(bucket)
+    for number in range(2):
+        log.append(step(number, prompt=random.Random(number).randbytes(4000).hex()))
+        ride(log, bucket)
+    key = log._keys.log_part(LogKey(FIRST, 0, 0))
+    whole = bucket.get(key)
+    bucket.put(key, whole[: len(whole) // 2])
+    reader = RunLogReader(bucket, "r")
+    assert [event.t for event in reader.poll()] == [1]
+    assert reader.skipped == 1
+
+
+def test_a_bomb_of_lines_is_not_read_line_by_line(bucket: Bucket) -> None:
+    put_flush(bucket, "r", [b"{}"] * 2_000_000, writer=FIRST)
+    reader = RunLogReader(bucket, "r")
+    assert [*reader.poll()] == []
+    assert reader.skipped == 1
+
+
+def test_a_step_in_another_script_keeps_its_conversations(bucket: Bucket) -> None:
+    """JSON's escapes would make six bytes of each of these characters, and more than an event may have."""
+    log = writer(bucket)
+    turns = (("語" * 1500, "界" * 1500),) * 10
+    rollouts = tuple(Rollout(turns=turns, reward=1.0, sync=0) for _ in range(10))
+    log.append(sync(0, 10**9))
+    log.append(step(1, rollouts=rollouts))
+    log.close()
+    _, event = RunLogReader(bucket, "r").poll()
+    assert isinstance(event, StepEvent)
+    assert event.rollouts == rollouts
+
+
+def test_a_step_with_too_long_conversations_keeps_its_reward(bucket: Bucket) -> None:
+    log = writer(bucket)
+    rollouts = tuple(Rollout(turns=(("🂡" * 600, "🂮" * 600),) * 16, reward=1.0, sync=0) for _ in range(16))
+    log.append(sync(0, 10**9))
+    log.append(step(1, rollouts=rollouts))
+    log.close()
+    _, event = RunLogReader(bucket, "r").poll()
+    assert isinstance(event, StepEvent)
+    assert (event.reward, event.metrics, event.rollouts) == (0.5, {"loss": 0.142857}, ())
+
+
+def test_what_waits_for_a_store_that_refuses_the_log_is_bounded_and_the_newest(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing: Any = RefusingBucket(bucket)
+    log = RunLogWriter(refusing, "r", FIRST, every_s=3600)
+    metrics = {f"metric/{number}": number / 7 for number in range(256)}
+    rollouts = (Rollout(turns=(("x" * 4000, ""),) * 16, reward=1.0, sync=0),)
+    log.append(sync(0, 10**9))
+    with pytest.raises(BucketUnreachableError):
+        ride(log, refusing)
+    most = 0
+    for number in range(5000):
+        event = step(number, rollouts=rollouts).model_copy(update={"metrics": metrics})
+        log.append(event)
+        most = max(most, sum(map(len, log._lines)))
+    assert most < 17 << 20
+    assert "run log: dropped the oldest" in caplog.text
+    refusing.refuses = False
+    log.close()
+    left = steps(bucket)
+    assert left == list(range(5000 - len(left), 5000))
+    assert len(left) > 1000
+
+
+def test_a_store_that_refuses_to_delete_gets_each_segment_once(bucket: Bucket) -> None:
+    class Keeping(RefusingBucket):
+        def delete(self, keys: Any) -> None:
+            raise BucketUnreachableError("nothing is deleted")
+
+    keeping: Any = Keeping(bucket)
+    keeping.refuses = False
+    log = RunLogWriter(keeping, "r", FIRST, every_s=3600)
+    for number in range(SEGMENT + 5):
+        log.append(step(number))
+        ride(log, bucket)
+    with pytest.raises(BucketUnreachableError):
+        log._compact()
+    before = bucket.ledger.counts()["log"].sent
+    log._compact()
+    assert bucket.ledger.counts()["log"].sent == before
+    log.close()
+    assert steps(bucket) == list(range(SEGMENT + 5))

@@ -1,7 +1,10 @@
 """What watches a run cannot stop it: callbacks, log, counters and notifications fail alone."""
 
+import asyncio
 import json
 import logging
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_weight_sync import Publisher, open_run, runlog
+from delta_weight_sync import Publisher, codec, open_run, runlog
 from delta_weight_sync.errors import AccessDeniedError, BucketUnreachableError
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent, SyncEvent
 from delta_weight_sync.store._files import FileBucket
 from delta_weight_sync.store.ledger import Ledger, Traffic
+from tests.support.waiting import soon
+from trainer import observe
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 
 VERSIONS = 100
@@ -24,6 +29,28 @@ FAULT = "the observer is broken"
 
 def fails(*_: Any, **__: Any) -> Any:
     raise RuntimeError(FAULT)
+
+
+def is_cancelled() -> None:
+    raise asyncio.CancelledError(FAULT)
+
+
+class WithoutTextError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("this error has no text")
+
+
+def fails_without_text() -> None:
+    raise WithoutTextError
+
+
+# What a user's `on_version` does from version 1 on.
+CALLBACKS: dict[str, Callable[[], object]] = {
+    "a user's callback": fails,
+    "a user's callback exits": lambda: sys.exit(FAULT),
+    "a user's callback is cancelled": is_cancelled,
+    "a user's callback raises an error without text": fails_without_text,
+}
 
 
 @pytest.fixture
@@ -52,7 +79,7 @@ def log_is_refused(error: type[Exception]) -> Callable[[pytest.MonkeyPatch], Non
 
 # What is broken -> how, and what the one line about it says.
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
-    "a user's callback": (lambda patch: None, "the function `on_version` failed"),
+    **dict.fromkeys(CALLBACKS, (lambda patch: None, "the function `on_version` failed")),
     "the store refuses the log": (log_is_refused(AccessDeniedError), "the run's log failed"),
     "the store loses the log": (log_is_refused(BucketUnreachableError), "the run's log failed"),
     "an event cannot be made": (
@@ -90,8 +117,8 @@ def test_a_hundred_versions_follow_on_a_broken_observer(
 
     def on_version(manifest: Any) -> None:
         called.append(manifest.version)
-        if what == "a user's callback":
-            fails()
+        if manifest.version and what in CALLBACKS:
+            CALLBACKS[what]()
 
     with caplog.at_level(logging.WARNING), Publisher(url, base, on_version=on_version) as publisher:
         publisher.publish({"w": weights})
@@ -108,6 +135,32 @@ def test_a_hundred_versions_follow_on_a_broken_observer(
     said = [record.message for record in caplog.records if "failed (" in record.message]
     assert [message for message in said if message.startswith(line)] == said[:1]
     assert len(said) == 1, said
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError, BucketUnreachableError])
+def test_a_log_that_was_never_stored_stops_no_version(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    weights = torch.zeros(64, dtype=torch.bfloat16)
+    log_is_refused(error)(monkeypatch)
+    with Publisher(url, base) as publisher:
+        for version in range(3):
+            publisher.publish({"w": weights + version})
+            assert publisher.flush().version == version
+
+
+def test_whatever_ends_the_publishing_thread_reaches_the_trainer(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = torch.zeros(64, dtype=torch.bfloat16)
+    publisher = Publisher((tmp_path / "bucket").as_uri(), base)
+    publisher.publish({"w": weights})
+    monkeypatch.setattr(codec, "encode", lambda *_, **__: sys.exit(FAULT))
+    publisher.publish({"w": weights + 1})
+    with pytest.raises(SystemExit, match=FAULT):
+        publisher.flush()
+    publisher.close()
 
 
 def test_the_log_goes_on_when_its_store_does(
@@ -175,7 +228,10 @@ class BrokenFleet:
         return fails()
 
 
-def test_the_trainers_own_observers_fail_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_trainers_own_observers_fail_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(observe, "_POLL_S", 0.001)
     fleet: Any = BrokenFleet()
     log: Any = SimpleNamespace(append=fails)
     sample = SimpleNamespace(group_id=1, completion=None)
@@ -188,9 +244,13 @@ def test_the_trainers_own_observers_fail_alone(tmp_path: Path, caplog: pytest.Lo
             assert recorder.get() is sample
             recorder.on_log(None, SimpleNamespace(global_step=step), None, {"reward": 1.0})
         pokes.close()
+        soon(lambda: "the watch over the replicas failed" in caplog.text)
+        time.sleep(0.05)  # time for some more rounds of the watch
+        assert watch._thread.is_alive()
         watch.close()
     said = [record.message.partition(" failed")[0] for record in caplog.records]
     assert said.count("the notification of a replica") == 1
+    assert said.count("the watch over the replicas") == 1
     assert said.count("the record of a step") == 2, "samples, and steps"
 
 

@@ -253,6 +253,18 @@ def test_followers_take_versions_of_several_ranks(run_of_two, tmp_path):
 
 
 @pytest.mark.full
+def test_a_damaged_local_copy_of_a_part_is_fetched_again(run_of_two, tmp_path):
+    reader = reader_of(Path(run_of_two.bucket.url.removeprefix("file://")).parent)
+    parts = reader.newest().delta
+    damaged, *_ = reader.fetch_all(parts, tmp_path)
+    published = damaged.read_bytes()
+    damaged.write_bytes(bytes(len(published)))
+    again, *_ = reader.fetch_all(parts, tmp_path)
+    assert again.read_bytes() == published
+    assert not reader._unreadable
+
+
+@pytest.mark.full
 def test_a_part_that_is_damaged_makes_its_whole_version_unreadable(run_of_two, tmp_path):
     """An older version is read instead; a part alone is never applied."""
     copy = tmp_path / "bucket"
@@ -262,6 +274,7 @@ def test_a_part_that_is_damaged_makes_its_whole_version_unreadable(run_of_two, t
     (copy / newest.delta[1].key).write_bytes(b"torn")
     with pytest.raises(ProtocolError, match="are not the published objects"):
         reader.checkout(newest, tmp_path / "out")
+    assert newest.delta[0].key in reader._unreadable
     older = reader.readable(newest)
     assert older.version == newest.version - 1
     assert to_hex(state_digest(reader.checkout(older, tmp_path / "out"))) == older.digest

@@ -32,7 +32,7 @@ from delta_weight_sync.runlog import (
 )
 from delta_weight_sync.signing import SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.traffic import Traffic, TrafficSum
+from delta_weight_sync.traffic import RunTraffic, TrafficSum
 from delta_weight_sync.util import size_text
 from trainer.demo.processes import ChildError, Processes, exclusive, free_port, interrupt_once
 
@@ -168,7 +168,7 @@ def table(summary: dict[str, Any]) -> str:
         "verified": "yes: live weights equal the trainer's" if s["verified"] else "NO",
     }
     lines = [f"{name:18} {value}" for name, value in rows.items()]
-    lines += ["", "after version 0, by kind:", *Traffic(**s["traffic"]).table(s["syncs"])]
+    lines += ["", "after version 0, by kind:", *RunTraffic(**s["traffic"]).table(s["syncs"])]
     return "\n".join(f"  {line}".rstrip() for line in lines)
 
 

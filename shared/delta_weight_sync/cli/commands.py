@@ -201,15 +201,13 @@ def _log(arguments: Arguments) -> None:
 def _print_traffic(reader: RunReader, as_json: bool) -> None:
     programs = TrafficSum()
     versions = 0
-    newest = 0
     full_bytes = 0
     for event in RunLogReader(reader.bucket, reader.keys.run).poll():
         if isinstance(event, TrafficEvent):
             programs.add(event)
         elif isinstance(event, SyncEvent):
             full_bytes = event.full_bytes
-            versions += event.version != newest
-            newest = event.version
+            versions += event.version > 0
     traffic = programs.total()
     if as_json:
         print(json.dumps({"versions": versions, "full_bytes": full_bytes, **traffic.as_dict()}))

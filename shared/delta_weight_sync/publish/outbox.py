@@ -448,7 +448,7 @@ class Outbox:
                     with self._changed:
                         job = job or self._updates.pop(0)
                     self._publish(job)
-            except Exception as error:  # noqa: BLE001 - raised again in the trainer's thread
+            except BaseException as error:  # noqa: BLE001 - raised again in the trainer's thread
                 self._failure = self._failure or error
                 if self._closed:
                     return

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from delta_weight_sync import records
 from delta_weight_sync.checkpoint import INDEX
 from delta_weight_sync.errors import (
-    AccessDeniedError,
     BucketError,
     FencedError,
     ObjectMissingError,
@@ -343,11 +342,11 @@ class RunWriter(PartWriter):
         try:
             with log.riding() if log else nullcontext(()) as logged:
                 self.bucket.put_all([*objects[:-1], *logged, objects[-1]], self.receipts)
-        except BucketError as error:
+        except BucketError:
             self._require_ownership()  # if another trainer took over, that is the error to report
-            if not logged or not isinstance(error, AccessDeniedError):
-                raise  # the next try leaves the log out
-            self.bucket.put_all(objects, self.receipts)  # perhaps only the log was refused
+            if not logged:
+                raise
+            self.bucket.put_all(objects, self.receipts)  # perhaps only the log could not be stored
 
     def _reference(self, manifest: Manifest) -> FileRef:
         writer = Writer(manifest.writer_term, manifest.writer)

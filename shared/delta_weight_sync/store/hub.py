@@ -264,11 +264,17 @@ class HubBucket(store.Bucket):
     @contextlib.contextmanager
     def _explained(self, key: str, *, write: bool = False, kind: Kind | None = None) -> Iterator[None]:
         """As in `Bucket`. The requests that this thread makes meanwhile count to the object's kind."""
+        kind = kind or kind_of(key)
+        with self._counted(kind), super()._explained(key, write=write, kind=kind):
+            yield
+
+    @contextlib.contextmanager
+    def _counted(self, kind: Kind) -> Iterator[None]:
+        """Count the requests that this thread makes meanwhile to `kind`."""
         before = _account.get()
-        _account.set((self.ledger, kind or kind_of(key)))
+        _account.set((self.ledger, kind))
         try:
-            with super()._explained(key, write=write, kind=kind):
-                yield
+            yield
         finally:
             _account.set(before)
 
@@ -299,22 +305,24 @@ class HubBucket(store.Bucket):
         url = f"{self._api.endpoint}/api/models/{model}/paths-info/{revision}"
         asked = {"paths": [*names], "expand": False}
         limits: dict[str, Any] = {"timeout": REQUEST_TIMEOUT, "retry_on_status_codes": ()}
+        files = dict[str, store.HubFile]()
         try:
-            answer = http_backoff("POST", url, data=asked, headers=build_hf_headers(), **limits)
+            with self._counted("anchors"):
+                answer = http_backoff("POST", url, data=asked, headers=build_hf_headers(), **limits)
             hf_raise_for_status(answer)
             found = {entry["path"]: entry for entry in answer.json()}
-        except (*FAILURES, LookupError, TypeError) as error:  # the last two: an answer of another form
+            for name in names:
+                entry = found.get(name, {})
+                sha256 = (entry.get("lfs") or {}).get("oid", "")
+                xet_hash = entry.get("xetHash")
+                if not re.fullmatch("[0-9a-f]{64}", sha256) or not xet_hash:
+                    raise errors.BucketError(f"{name} of {model} is not in the Hub's Xet storage")
+                files[name] = store.HubFile(entry["size"], sha256, xet_hash)
+        # The last three: an answer of another form.
+        except (*FAILURES, AttributeError, LookupError, TypeError) as error:
             raise errors.BucketError(
                 f"the Hub did not describe the files of {model} ({_reason(error)})"
             ) from error
-        files = dict[str, store.HubFile]()
-        for name in names:
-            entry = found.get(name, {})
-            sha256 = (entry.get("lfs") or {}).get("oid", "")
-            xet_hash = entry.get("xetHash")
-            if not re.fullmatch("[0-9a-f]{64}", sha256) or not xet_hash:
-                raise errors.BucketError(f"{name} of {model} is not in the Hub's Xet storage")
-            files[name] = store.HubFile(entry["size"], sha256, xet_hash)
         return files
 
     def copy_from_hub(self, model: str, files: Mapping[str, store.HubFile]) -> None:
@@ -322,8 +330,9 @@ class HubBucket(store.Bucket):
         wanted = {self._path(key): file for key, file in files.items()}
         copies = [("model", model, file.xet_hash, path) for path, file in wanted.items()]
         try:
-            self._api.batch_bucket_files(self._id, copy=copies)
-            there = {file.path: file for file in self._api.get_bucket_paths_info(self._id, [*wanted])}
+            with self._counted("anchors"):
+                self._api.batch_bucket_files(self._id, copy=copies)
+                there = {file.path: file for file in self._api.get_bucket_paths_info(self._id, [*wanted])}
         except FAILURES as error:
             raise errors.BucketError(
                 f"the Hub did not copy the files of {model} ({_reason(error)})"
