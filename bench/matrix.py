@@ -183,15 +183,17 @@ def _probe(name: str, folder: Path) -> list[str]:
     shutil.unpack_archive(wheel, site, "zip")
     # A new process, because the probes import the release.
     words = ["-m", "delta_weight_sync", "doctor", "--site", str(site)]
-    said = subprocess.run([sys.executable, *words], capture_output=True, text=True).stdout
-    missing = re.findall(r"^ +missing (.*)$", said, re.MULTILINE)
+    doctor = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     shutil.rmtree(site)
     wheel.unlink()
-    return [
-        "its wheel",
-        "probed",
-        f"missing: {', '.join(missing)}" if missing else "all places found",
-    ]
+    missing = re.findall(r"^ +missing (.*)$", doctor.stdout, re.MULTILINE)
+    if not re.search(rf"^{package} {re.escape(version)}\b", doctor.stdout, re.MULTILINE):
+        result = f"FAILED: {doctor.stderr.strip()[-200:]}"
+    elif missing:
+        result = f"missing: {', '.join(missing)}"
+    else:
+        result = "all places found"
+    return ["its wheel", "probed", result]
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ from trainer.policies import smollm2
 
 _PROMPTS = [[1, 50, 90, 1000, 2000, 33], [70] * 12, [50, 40, 30, 20, 10, 5], [250, 17]]
 _TOKENS, _LONG, _SYNCS, _TRIES = 24, 384, 20, 8
-_SHARES = (
-    0.01,
-)  # each takes a start of vLLM; with a limit of three minutes there is room for one and a fresh one
+_SHARE = 0.01  # of the weights that each delta changes
 _WINDOWS, _WINDOW_S = 2, 4.0
 
 
@@ -32,41 +30,39 @@ def rows(_: torch.device) -> Rows:
         if importlib.util.find_spec(package) is None:
             yield Row(f"{package} is not installed: no replica was checked")
             return
-    for share in _SHARES:
-        with tempfile.TemporaryDirectory() as folder:
-            yield from _follow(Path(folder), share, whole=share == _SHARES[0])
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _follow(Path(folder))
 
 
-def _follow(folder: Path, share: float, *, whole: bool) -> Rows:
+def _follow(folder: Path) -> Rows:
     base = smollm2.build(SCRATCH / "smollm2-4bit")
-    change = _change(base, share)
+    change = _change(base)
     shapes = {name: list(shape) for name, shape in change.shapes.items()}
     targets = live.write(folder, change, base)
     with _served(folder, targets[0].checkpoint) as server:
         server.ask("learn", shapes=shapes)
         switch = live.Switch(server, targets)
-        if whole:
-            yield _joins(server, targets[1])
-            switch.version = 1
-        yield _pauses(switch, share)
-        if whole:
-            yield _labels(switch)
-            answers = [server.complete(prompt, _TOKENS)[0] for prompt in _PROMPTS]
-            state = targets[switch.version % 2]
-            yield from _throughput(server, switch)
-    if whole:
-        with _served(folder, state.checkpoint) as fresh:
-            yield _verdict(
-                answers == [fresh.complete(prompt, _TOKENS)[0] for prompt in _PROMPTS],
-                f"greedy logprobs after {_SYNCS} deltas equal those of a vLLM that was just started",
-            )
+        yield _joins(server, targets[1])
+        switch.version = 1
+        yield _pauses(switch)
+        yield _labels(switch)
+        answers = [server.complete(prompt, _TOKENS)[0] for prompt in _PROMPTS]
+        state = targets[switch.version % 2]
+        yield from _throughput(server, switch)
+    with _served(folder, state.checkpoint) as fresh:
+        yield _verdict(
+            answers == [fresh.complete(prompt, _TOKENS)[0] for prompt in _PROMPTS],
+            f"greedy logprobs after {_SYNCS} deltas equal those of a vLLM that was just started",
+        )
 
 
-def _change(base: Path, share: float) -> Change:
-    """SmolLM2-135M, and a change that moves this share of its weights to the next larger magnitude."""
-    rng, old, patches = np.random.default_rng(0), dict(read_bits(base)), []
+def _change(base: Path) -> Change:
+    """SmolLM2-135M, and a change that moves `_SHARE` of its weights to the next larger magnitude."""
+    rng = np.random.default_rng(0)
+    old = dict(read_bits(base))
+    patches = []
     for name, bits in old.items():
-        patches.append(codec.diff(name, bits, bits + (rng.random(bits.shape) < share).astype(np.uint16)))
+        patches.append(codec.diff(name, bits, bits + (rng.random(bits.shape) < _SHARE).astype(np.uint16)))
     return Change("SmolLM2-135M", "random steps", 0.0, old, patches)
 
 
@@ -94,13 +90,13 @@ def _joins(server: LiveServer, target: live.Target) -> Row:
     return _verdict(True, f"joined in place in {time.perf_counter() - started:.2f} s")
 
 
-def _pauses(switch: live.Switch, share: float) -> Row:
+def _pauses(switch: live.Switch) -> Row:
     syncs = [switch.sync() for _ in range(_SYNCS)]
     stage = live.percentiles([sync.stage_s for sync in syncs])
     pause = live.percentiles([sync.pause_s for sync in syncs])
     return _verdict(
         True,
-        f"{_SYNCS} deltas of {100 * share:g} %: stage {stage['p50']} ms (p99 {stage['p99']}),"
+        f"{_SYNCS} deltas of {100 * _SHARE:g} %: stage {stage['p50']} ms (p99 {stage['p99']}),"
         f" pause {pause['p50']} ms (p99 {pause['p99']})",
     )
 

@@ -108,7 +108,7 @@ class Probe:
     def calls(self, module: str, name: str, method: str) -> None:
         """Look for a function that uses a method of its object, because the library overrides the method."""
         found = self.find(module, name)
-        if found is not None and method not in {*_steps(found, "LOAD_ATTR", "LOAD_METHOD")}:
+        if found is not None and method not in _names(found, "LOAD_ATTR", "LOAD_METHOD"):
             self._note(f"{name} with {method} in {module}")
 
     def _note(self, what: str) -> None:
@@ -224,11 +224,20 @@ def _declares(owner: type, attribute: str) -> bool:
     """Whether a class has an attribute, annotates it, or sets it in one of its methods."""
     if attribute in vars(owner) or attribute in inspect.get_annotations(owner):
         return True
-    return any(attribute in _steps(each, "STORE_ATTR") for each in vars(owner).values())
+    return any(attribute in _names(each, "STORE_ATTR", of="self") for each in vars(owner).values())
 
 
-def _steps(function: Any, *kinds: str) -> Iterator[str]:
-    """Yield the names in a function's instructions of some kinds, such as those that set an attribute."""
+def _names(function: Any, *kinds: str, of: str = "") -> set[str]:
+    """The attributes' names in a function's instructions of some kinds, such as those that set an attribute.
+    `of`: take only attributes of the variable with this name."""
     plain = inspect.unwrap(function)
-    if inspect.isfunction(plain):
-        yield from (step.argval for step in dis.get_instructions(plain) if step.opname in kinds)
+    if not inspect.isfunction(plain):
+        return set()
+    names = set[str]()
+    variable = ""  # what the instruction before loaded
+    for step in dis.get_instructions(plain):
+        if step.opname in kinds and of in ("", variable):
+            names.add(step.argval)
+        # Newer Pythons load two variables by one instruction, whose text is then "first, second".
+        variable = step.argrepr.split(", ")[-1] if step.opname.startswith("LOAD_") else ""
+    return names

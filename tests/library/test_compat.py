@@ -110,6 +110,7 @@ def test_an_unknown_release_with_all_code_starts_with_one_warning(lab, caplog, m
     ("old", "new", "missing"),
     [
         ("self.queue", "self.waiting", "Core.queue in lab.core"),
+        ("self.queue", "other.queue", "Core.queue in lab.core"),
         ("label: str", "tag: str", "Core.label in lab.core"),
         ("def step(", "def go(", "Core.step in lab.core"),
         ("limit", "most", "Core.step with tokens limit in lab.core"),

@@ -108,6 +108,14 @@ def test_no_compiler_and_no_headers(install, monkeypatch, tmp_path):
     assert gpu_build.missing() == [headers]
 
 
+def test_a_trainer_needs_no_compiler(install, monkeypatch, tmp_path):
+    install({"torch": "2.13.0"})
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "Python.h").unlink()
+    assert gpu_build.missing() == []
+
+
 def test_dockers_shared_memory_is_too_small_for_several_gpus(install, monkeypatch):
     def dockers(folder: Path) -> object:
         assert folder == Path("/dev/shm")

@@ -45,11 +45,13 @@ def _run(arguments: argparse.Namespace) -> None:
 def _packages() -> bool:
     """Print a line for each requirement but vLLM and TRL. Return whether an installed version is wrong."""
     wrong, own = False, importlib.metadata.distribution(_NAME)
+    seen = {"vllm", "trl"}
     extras = ("", *(own.metadata.get_all("Provides-Extra") or ()))
     for need in map(Requirement, own.requires or ()):
         extra = next(e for e in extras if not need.marker or need.marker.evaluate({"extra": e}))
-        if need.name in ("vllm", "trl"):
+        if need.name in seen:  # several extras may need the same package
             continue
+        seen.add(need.name)
         try:
             found = importlib.metadata.version(need.name)
         except importlib.metadata.PackageNotFoundError:

@@ -156,7 +156,8 @@ class Mirror:
         for part in parts:
             by_device.setdefault(part.tensor.device, []).append(part)
         for device, some in by_device.items():
-            if far := [part.name for part in some if part.name not in self._joined]:
+            # Several parts may be of one tensor.
+            if far := [*dict.fromkeys(part.name for part in some if part.name not in self._joined)]:
                 self._join(far, device)
             found.append(self._on(device).find(some, self._bits, self._not_bf16))
             for part in some if found[-1].infinite and self._finite else ():

@@ -25,22 +25,31 @@ def _in_step(probe: Probe) -> None:
     probe.exactly(_CORE, "EngineCore.collective_rpc", "self", "method", "timeout", "args", "kwargs")
     # The label of later tokens, the steps that still run at a commit, and whether prefixes are cached.
     probe.attributes(_CORE, "EngineCore", "_weight_version", "batch_queue", "request_block_hasher")
+    probe.attributes(_CORE, "EngineCore", "scheduler", "model_executor", "vllm_config")
     # To queue the commit after its staging; it then runs between two steps.
     probe.exactly(_CORE, "EngineCoreProc._handle_client_request", "self", "request_type", "request")
     probe.attributes(_CORE, "EngineCoreProc", "input_queue")
     probe.attributes("vllm.v1.executor.uniproc_executor", "UniProcExecutor", "driver_worker")
+    probe.attributes("vllm.v1.worker.worker_base", "WorkerWrapperBase", "worker")
+    # To find the running requests, and caches other than that of prefixes.
+    scheduler = "vllm.v1.core.sched.scheduler", "Scheduler"
+    probe.attributes(*scheduler, "kv_cache_manager", "requests", "block_size", "connector", "ec_connector")
     # To forget cached prefixes, and to report that they are gone.
     pool = "vllm.v1.core.block_pool"
     probe.find(pool, "BlockHashToBlockMap")
     maps = ("cached_block_hash_to_block", "cached_block_hashes_by_block")
-    probe.attributes(pool, "BlockPool", *maps, "kv_event_queue")
+    probe.attributes(pool, "BlockPool", *maps, "hash_block_size", "kv_event_queue", "enable_kv_cache_events")
     coordinator = "vllm.v1.core.kv_cache_coordinator"
     probe.attributes(coordinator, "KVCacheCoordinator", "single_type_managers")
     probe.find("vllm.distributed.kv_events", "AllBlocksCleared")
     # To mark the blocks of running requests, so that later requests do not reuse them.
-    probe.attributes("vllm.v1.request", "Request", "block_hashes", "cache_salt")
+    probe.attributes("vllm.v1.request", "Request", "block_hashes", "cache_salt", "num_computed_tokens")
+    group = "vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager"
+    probe.attributes(*group, "num_cached_block", "block_pool", "block_size")
     # To test on vLLM's own cache that prefixes are forgotten.
     manager = "vllm.v1.core.kv_cache_manager"
+    probe.attributes(manager, "KVCacheManager", "coordinator", "block_pool")
+    probe.accepts(manager, "KVCacheManager.free", "request")
     probe.accepts(manager, "KVCacheManager.get_computed_blocks", "request")
     probe.accepts(manager, "KVCacheManager.allocate_slots", "request", "num_new_tokens")
 
@@ -57,6 +66,7 @@ def _labels(probe: Probe) -> None:
     """`_step_commit` labels the tokens of a step, and `_version_headers` copies the labels into the headers.
     (vllm/0002 would make vLLM label the tokens of steps under way.)"""
     probe.exactly(_CORE, "EngineCore._attach_weight_version", "self", "outputs")
+    probe.attributes("vllm.v1.engine", "EngineCoreOutputs", "weight_version")
     probe.attributes("vllm.outputs", "CompletionOutput", "weight_versions")
     probe.find(_CLIENT, "AsyncLLM.generate")
 

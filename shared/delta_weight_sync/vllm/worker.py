@@ -9,6 +9,8 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "live_at"}
 
+If the worker is in the engine's process, `_step_commit` does the last three by one call.
+
 Answers are plain data, as in all messages of vLLM. {"error", "kind"} reports a failure. Staging computes the
 digest that the changes lead to. If this digest is wrong, the commit writes nothing. A commit that fails on
 any worker is undone bit for bit on all workers. `waited_s` is how long a commit waited for the step that was
@@ -50,7 +52,7 @@ from delta_weight_sync import checkpoint, codec, errors, gpu
 from delta_weight_sync.codec import Bits, Patch
 from delta_weight_sync.codec._patch import cut
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.util import swap
+from delta_weight_sync.util import Guard, swap
 from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Memory, Step, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
@@ -430,8 +432,9 @@ class DeltaWorker:
 
 
 def _recheck(of: weakref.ref[DeltaWorker]) -> None:
+    guard = Guard("the search for foreign writes to the weights")
     while worker := of():
-        with suppress(torch.OutOfMemoryError):  # the engine may need all of a GPU for a moment
+        with guard, suppress(torch.OutOfMemoryError):  # the engine may need all of a GPU for a moment
             worker.weights.memory.recheck()
         del worker
         # One tenth of `RECHECK_S` remains for hashing, and for repeating slices that a commit disturbed.
