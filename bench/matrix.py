@@ -179,7 +179,7 @@ def _probe(name: str, folder: Path) -> list[str]:
     site = folder / name
     words = ["download", "--quiet", "--no-deps", "--dest", str(folder), f"{package}=={version}"]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
-    wheel = next(folder.glob(f"{package}-{version}-*.whl"))
+    wheel = next(folder.glob(f"{package.replace('-', '_')}-{version}-*.whl"))
     shutil.unpack_archive(wheel, site, "zip")
     # A new process, because the probes import the release.
     words = ["-m", "delta_weight_sync", "doctor", "--site", str(site)]
