@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from delta_weight_sync import Publisher, follow, open_run
+from delta_weight_sync import Publisher, follow
 from delta_weight_sync.checkpoint import WEIGHTS
-from delta_weight_sync.reader import RunReader
+from delta_weight_sync.reader import RunReader, open_run
 from tests.support import tiny
 
 EXACT = "exact"  # the best verdict

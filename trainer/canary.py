@@ -24,9 +24,9 @@ import torch
 from pydantic import AliasPath, BaseModel, Field, FiniteFloat
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from delta_weight_sync import DeltaWeightSyncError, open_run
+from delta_weight_sync import DeltaWeightSyncError
 from delta_weight_sync.checkout import CheckpointFolder
-from delta_weight_sync.reader import RunReader
+from delta_weight_sync.reader import RunReader, open_run
 from trainer import spaces
 from trainer.rollouts import MODEL_NAME
 

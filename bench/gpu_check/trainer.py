@@ -16,8 +16,9 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from bench.gpu_check.report import Row, Rows, ms
-from delta_weight_sync import Publisher, open_run
+from delta_weight_sync import Publisher
 from delta_weight_sync.publish.sharding import Weights
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.trl import hooks, patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer
 from tests.support import tiny_policy

@@ -1,7 +1,7 @@
 """Publish, through a bucket, only the weights that changed, and read them anywhere.
 
-Train with `Publisher` or, in TRL, with `BucketWeightTransfer`. Any engine reads a run with `follow`; vLLM
-servers patch their live weights with the plugin of this package.
+Train with `Publisher` or, in TRL, with `BucketWeightTransfer`. Any engine keeps up with a run by `follow`;
+vLLM servers patch their live weights with the plugin of this package. `Run` reads any version.
 """
 
 from __future__ import annotations
@@ -13,41 +13,61 @@ from delta_weight_sync import errors
 from delta_weight_sync.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from delta_weight_sync.checkout import FollowedVersion, follow
+    from delta_weight_sync.checkout import FollowedVersion, FollowedVersions, follow
     from delta_weight_sync.publish.publisher import Publisher
-    from delta_weight_sync.reader import RunReader, open_run
-    from delta_weight_sync.records import Manifest
-    from delta_weight_sync.store import Bucket, open_bucket
+    from delta_weight_sync.publish.sharding import Peers
+    from delta_weight_sync.publish.states import StateRecord
+    from delta_weight_sync.publish.undo import UndoLog
+    from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest, Recipe
+    from delta_weight_sync.run import Run, TensorDiff
     from delta_weight_sync.trl._transfer import BucketWeightTransfer
 
 __version__ = "0.2.0"
 __all__ = [
     *errors.__all__,
-    "Bucket",
+    "AnchorRef",
     "BucketWeightTransfer",
+    "DeltaRef",
+    "FileRef",
     "FollowedVersion",
+    "FollowedVersions",
     "Manifest",
+    "Peers",
     "Publisher",
-    "RunReader",
+    "Recipe",
+    "Run",
+    "StateRecord",
+    "TensorDiff",
+    "UndoLog",
     "__version__",
     "follow",
-    "open_bucket",
-    "open_run",
 ]
 
 # Imported at first use, so that `import delta_weight_sync` loads neither torch nor numba.
 _HOMES = {
-    "Bucket": "delta_weight_sync.store",
+    "AnchorRef": "delta_weight_sync.records",
     "BucketWeightTransfer": "delta_weight_sync.trl._transfer",
+    "DeltaRef": "delta_weight_sync.records",
+    "FileRef": "delta_weight_sync.records",
     "FollowedVersion": "delta_weight_sync.checkout",
+    "FollowedVersions": "delta_weight_sync.checkout",
     "Manifest": "delta_weight_sync.records",
+    "Peers": "delta_weight_sync.publish.sharding",
     "Publisher": "delta_weight_sync.publish.publisher",
-    "RunReader": "delta_weight_sync.reader",
+    "Recipe": "delta_weight_sync.records",
+    "Run": "delta_weight_sync.run",
+    "StateRecord": "delta_weight_sync.publish.states",
+    "TensorDiff": "delta_weight_sync.run",
+    "UndoLog": "delta_weight_sync.publish.undo",
     "follow": "delta_weight_sync.checkout",
-    "open_bucket": "delta_weight_sync.store",
-    "open_run": "delta_weight_sync.reader",
 }
-_EXTRAS = {"BucketWeightTransfer": "trl", "Publisher": "torch"}
+_EXTRAS = {
+    "BucketWeightTransfer": "trl",
+    "Peers": "torch",
+    "Publisher": "torch",
+    "StateRecord": "torch",
+    "UndoLog": "torch",
+}
 
 
 def __getattr__(name: str) -> Any:

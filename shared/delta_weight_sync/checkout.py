@@ -29,11 +29,11 @@ from delta_weight_sync.reader import (
     RunReader,
     apply_delta,
     map_weights,
-    open_run,
     remove_other_files,
     require_digest,
 )
 from delta_weight_sync.records import POLL_S, Manifest, parse
+from delta_weight_sync.run import Run
 from delta_weight_sync.watch import Watcher
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest in a version's folder: says which version that is
@@ -100,7 +100,7 @@ class FollowedVersions(
 
 
 def follow(
-    run: str | RunReader,
+    run: str | Run,
     into: str | Path,
     *,
     poll_s: float = POLL_S,
@@ -123,10 +123,10 @@ def follow(
     loop, or call `close` if you hold the iterator in a variable.
 
     Args:
-        run: URL of the run, as for `open_run`, or an open run.
+        run: A `Run`, or the URL of one.
         into: The folder. It is created if it does not exist.
         poll_s: Usual seconds between two polls if the store sends no notifications.
-        public_key: As for `open_run`.
+        public_key: As for `Run`.
         version: Yield this version only, then end.
         once: Yield the newest version only, then end.
         on_error: Called with each error after which `follow` tries again. If `follow` had to skip damaged
@@ -137,17 +137,17 @@ def follow(
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
 
     Raises:
-        ConfigError: `public_key` is set although `run` is an open run.
+        ConfigError: `public_key` is set although `run` is a `Run`.
         FolderError: From the iteration: another process follows into this folder, or it holds other files.
         DeltaWeightSyncError: From the iteration: the run cannot be opened. With `version` or `once`, any
             other error is raised, too.
     """
-    if isinstance(run, RunReader) and public_key is not None:
-        raise errors.ConfigError("public_key applies only to a URL: pass the key to open_run instead")
+    if isinstance(run, Run) and public_key is not None:
+        raise errors.ConfigError("public_key applies only to a URL: pass the key to `Run` instead")
     stopped, complain = threading.Event(), on_error or (lambda error: _log.warning("%s", error))
 
     def versions() -> Generator[FollowedVersion, None, None]:
-        reader = run if isinstance(run, RunReader) else open_run(run, public_key=public_key)
+        reader = (run if isinstance(run, Run) else Run(run, public_key=public_key))._reader
         with (
             CheckpointFolder(reader, Path(into)) as folder,
             closing(Watcher(reader, poll_s, folder.held)) as watcher,  # refuses versions older than `held`

@@ -50,22 +50,7 @@ def split_run(url: str) -> tuple[str, str]:
 
 
 def open_run(url: str, run: str | None = None, *, public_key: str | Path | None = None) -> "RunReader":
-    """Open a run for reading.
-
-    Args:
-        url: URL of the bucket, with `#<run>` if the bucket holds several runs.
-        run: Name of the run, if the URL does not name it.
-        public_key: A trusted key (`ed25519_public_` and 64 hex digits), several keys separated by commas, or
-            a file that `delta-weight-sync keygen` wrote. Versions that no trusted key signed are refused. The
-            default is DELTA_WEIGHT_SYNC_PUBLIC_KEY, or else the public half of DELTA_WEIGHT_SYNC_SIGNING_KEY.
-            Without any key, signatures are not checked.
-
-    Raises:
-        ProtocolError: No run is named and the bucket does not hold exactly one.
-        BucketError: The bucket cannot be read.
-        KeyFormatError: `public_key` is not a key.
-        ConfigError: The URL and `run` name different runs.
-    """
+    """Open a run for reading. Arguments and errors are those of the public class `Run`."""
     place, named = split_run(url)
     if run and named and run != named:
         raise errors.ConfigError(f"the URL names run {named!r}, and --run names {run!r}: name one")

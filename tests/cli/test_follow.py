@@ -18,12 +18,13 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from delta_weight_sync import BucketError, FolderError, KeyFormatError, open_run
+from delta_weight_sync import BucketError, FolderError, KeyFormatError
 from delta_weight_sync import follow as follow_versions
 from delta_weight_sync.checkout import RECORD, CheckpointFolder
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.store.notifications import Notifications
 from tests.cli.command import Result, command
 from tests.support.real_run import TENSORS, Drifting

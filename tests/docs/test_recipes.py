@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from delta_weight_sync import open_run
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.reader import open_run
 from tests.support.http_server import Request, answering
 from tests.support.published_run import write_run
 

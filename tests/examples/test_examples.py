@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_weight_sync import RunReader, open_run
+from delta_weight_sync.reader import RunReader, open_run
 from tests.live.replica import served
 
 ROOT = Path(__file__).parents[2]

@@ -75,8 +75,7 @@ def test_what_one_holds_in_a_notebook_says_what_it_is(tmp_path):
         assert repr(publisher) == f"<Publisher of {url}: no version yet, sync 0>"
         publisher.publish({"w": torch.ones(3)})
         assert repr(publisher) == f"<Publisher of {url}: version 0, sync 1>"
-    assert repr(delta_weight_sync.open_run(url)) == f"<RunReader of {url}>"
-    assert repr(delta_weight_sync.open_run(url).bucket) == f"<FileBucket {url.partition('#')[0]}>"
+    assert repr(delta_weight_sync.Run(url)) == f"<Run {url}>"
 
 
 def test_naming_the_package_loads_neither_torch_nor_a_backend():
@@ -91,7 +90,7 @@ def test_naming_the_package_loads_neither_torch_nor_a_backend():
     [
         ("torch", "from delta_weight_sync import Publisher", "torch"),
         ("torch", "from delta_weight_sync import BucketWeightTransfer", "trl"),
-        ("obstore", "from delta_weight_sync import open_bucket; open_bucket('s3://name')", "s3"),
+        ("obstore", "from delta_weight_sync import Run; Run('s3://name', 'first')", "s3"),
     ],
 )
 def test_a_missing_package_names_the_extra(missing, statement, extra):

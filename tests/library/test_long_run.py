@@ -21,11 +21,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_weight_sync import Publisher, follow
+from delta_weight_sync import Publisher, Run, follow
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import AnchorRef, FileRef, Head, Manifest, Writer, reference
 from delta_weight_sync.runlog import RunLogReader, StepEvent, SyncEvent
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store.ledger import total
 from inference_space.dashboard.page import body
 from inference_space.dashboard.state import RunState
@@ -82,11 +82,12 @@ class Loop:
     def __init__(self, folder: Path, publisher: Publisher) -> None:
         self._publisher = publisher
         url = (folder / "bucket").as_uri()
-        self._buckets: list[Bucket] = [publisher.reader.bucket, open_bucket(url), open_bucket(url)]
+        followed = Run(url, RUN)
+        self._buckets = [publisher.reader.bucket, followed._reader.bucket, open_bucket(url)]
         self._log = RunLogReader(self._buckets[2], RUN)
         self.state = RunState()
         # The follower looks again as soon as the next version is there.
-        self._versions = follow(RunReader(self._buckets[1], RUN), folder / "followed", poll_s=0.001)
+        self._versions = follow(followed, folder / "followed", poll_s=0.001)
         self._chance = torch.Generator().manual_seed(0)
         self._weights = 0.02 * torch.randn(SIZE, generator=self._chance)
         self._counted = [0, 0, 0]

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import floats, integers, lists
 
-from delta_weight_sync import Publisher, open_run
+from delta_weight_sync import Publisher
 from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.errors import ConfigError
 from delta_weight_sync.prune import GRACE_S, Keep, Pruner, Survey, _Clock, prune
-from delta_weight_sync.reader import RunReader
+from delta_weight_sync.reader import RunReader, open_run
 from delta_weight_sync.records import Manifest, Writer, version_key
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.data import Library

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from delta_weight_sync import open_run
 from delta_weight_sync.errors import KeyFormatError, SignatureError
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.records import Head, Sealed
 from delta_weight_sync.signing import (
     PUBLIC_KEY,

@@ -20,8 +20,9 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from delta_weight_sync import CheckpointError, CodecError, ConfigError, Publisher, follow, open_run
+from delta_weight_sync import CheckpointError, CodecError, ConfigError, Publisher, follow
 from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.signing import make_keys
 from tests.support.models import SIZE, build, loads_as, same_bits, save
 

@@ -20,10 +20,11 @@ import torch
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 
-from delta_weight_sync import Publisher, follow, open_run
+from delta_weight_sync import Publisher, follow
 from delta_weight_sync.checkpoint import INDEX, dtype_of, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.store import hub as hub_bucket

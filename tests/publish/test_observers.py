@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_weight_sync import Publisher, codec, open_run, runlog
+from delta_weight_sync import Publisher, codec, runlog
 from delta_weight_sync.errors import AccessDeniedError, BucketUnreachableError
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent, SyncEvent
 from delta_weight_sync.store._files import FileBucket
 from delta_weight_sync.store.ledger import Ledger, Traffic

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from delta_weight_sync import Publisher, codec, open_run
+from delta_weight_sync import Publisher, codec
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError, FencedError, UndoLogError
 from delta_weight_sync.publish.outbox import PendingUpdate
 from delta_weight_sync.publish.shortcuts import undone
 from delta_weight_sync.publish.undo import UndoLog, bf16_bits
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, SyncEvent
 from delta_weight_sync.store import Bucket, open_bucket
 from tests.support.held import held

@@ -19,9 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from delta_weight_sync import DeltaWeightSyncError, Publisher, open_run, util
+from delta_weight_sync import DeltaWeightSyncError, Publisher, util
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.errors import BucketError, CheckpointError, CodecError, ConfigError
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store._files import FileBucket

@@ -239,7 +239,7 @@ def test_followers_take_versions_of_several_ranks(run_of_two, tmp_path):
         folder, shapes, _ = layout.put(run_of_two.manifest(version))
         assert to_hex(state_digest(map_folder(folder))) == digest(version)
     assert shapes == {name: list(shape) for name, shape in SHAPES.items()}
-    with follow(run_of_two, tmp_path / "followed") as versions:
+    with follow(run_of_two.bucket.url, tmp_path / "followed") as versions:
         seen = next(versions)
     assert seen.digest == newest.digest == to_hex(state_digest(map_folder(seen.path)))
     for held in range(newest.version):

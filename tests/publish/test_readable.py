@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from delta_weight_sync import CodecError, DeltaWeightSyncError, Publisher, follow, open_run
+from delta_weight_sync import CodecError, DeltaWeightSyncError, Publisher, follow
+from delta_weight_sync.reader import open_run
 from tests import forked
 from tests.support.models import same_bits
 

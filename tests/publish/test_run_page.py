@@ -10,8 +10,9 @@ from markdown_it import MarkdownIt
 from safetensors.torch import save_file
 
 import delta_weight_sync
-from delta_weight_sync import Publisher, open_run
+from delta_weight_sync import Publisher
 from delta_weight_sync.publish.run_page import run_page
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.signing import make_keys
 from tests.cli.command import command
 

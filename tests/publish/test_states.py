@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from delta_weight_sync import Publisher, open_run
+from delta_weight_sync import Publisher
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish import states as saving
 from delta_weight_sync.publish.outbox import RepeatedSyncs
 from delta_weight_sync.publish.state_contents import load_random_state, snapshot_random_state
 from delta_weight_sync.publish.states import StateRecord
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.records import FileRef, Writer
 from delta_weight_sync.runlog import RunLogReader, TrafficEvent
 from delta_weight_sync.signing import new_pair

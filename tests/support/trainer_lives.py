@@ -21,7 +21,8 @@ from unittest import mock
 
 import torch
 
-from delta_weight_sync import Publisher, open_run
+from delta_weight_sync import Publisher
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.store._files import FileBucket
 from tests.support import tiny_policy as tiny
 from tests.support.recorded import BATCH, Recorded, cpu_config

@@ -20,8 +20,10 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
-from delta_weight_sync import Publisher, open_bucket, open_run
+from delta_weight_sync import Publisher
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, StepEvent
+from delta_weight_sync.store import open_bucket
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
 from tests.support import tiny_policy as tiny

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from delta_weight_sync import Publisher, open_run
+from delta_weight_sync import Publisher
+from delta_weight_sync.reader import open_run
 from env_space import game as env
 from env_space.app import create_app
 from env_space.game import Rules

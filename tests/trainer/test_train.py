@@ -23,8 +23,9 @@ from transformers import Qwen3Config
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from delta_weight_sync import gpu_build, open_run
+from delta_weight_sync import gpu_build
 from delta_weight_sync.publish.states import usable_states
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import DoneEvent, RunLogReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.trl import patches

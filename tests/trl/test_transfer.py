@@ -10,8 +10,9 @@ from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, async_rollout_worker
 from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
 
-from delta_weight_sync import BucketWeightTransfer, open_run
+from delta_weight_sync import BucketWeightTransfer
 from delta_weight_sync.checkpoint import read_bits, to_bits
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.trl import hooks
 from tests.support import tiny_policy as tiny
 from tests.support.recorded import BATCH, Recorded, cpu_config

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from delta_weight_sync.checkout import FollowedVersion, build, follow
-from delta_weight_sync.cli.verification import Versions, verified
 from delta_weight_sync.ending import groups
 from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
 from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader, manifests_of, open_run, runs_in
 from delta_weight_sync.records import Keys, Manifest
+from delta_weight_sync.run import Run
 from delta_weight_sync.runlog import RunLogReader, SyncEvent, TrafficEvent
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, make_keys
@@ -251,37 +251,25 @@ def _show(arguments: Arguments) -> None:
 
 def _verify(arguments: Arguments) -> None:
     """Rebuild every version, oldest first. Stop with an error if a version differs from the published one."""
-    reader = _opened(arguments)
-    reader.require_intact()
-    reader.manifest()  # raises an error if there is no version
-    found = Versions(reader)
-    _require_no_gap_below(reader, found.oldest)
-    with Scratch() as folder:
-        for manifest in verified(reader, found, folder):
-            facts = {"version": manifest.version, "digest": manifest.digest}
-            text = f"version {manifest.version} ok, digest {manifest.digest}"
-            print(json.dumps(facts) if arguments.json else text, flush=True)
-    if not arguments.json:
-        _print_deleted(found.oldest)
-        print(f"all {len(found)} versions verified")
-
-
-def _require_no_gap_below(reader: RunReader, oldest: Manifest) -> None:
-    """Raise `ProtocolError` if there are versions below the oldest that can be reached: one is lost."""
-    if oldest.parent is None:
-        return  # version 0; a listing of the run would take much memory
-    infos = {info.key: info for info in reader.bucket.list(reader.keys.folder)}
-    if below := reader.below_gap(oldest, oldest.version, infos):
-        gap = f"the manifest of version {oldest.version - 1} is missing, but version {below.version} is there"
-        raise ProtocolError(f"{gap}: the manifest was lost, or a `gc` was interrupted")
+    oldest: Manifest | None = None
+    count = 0
+    for manifest in Run(arguments.url, arguments.run_name).verify():
+        oldest = oldest or manifest
+        count += 1
+        facts = {"version": manifest.version, "digest": manifest.digest}
+        text = f"version {manifest.version} ok, digest {manifest.digest}"
+        print(json.dumps(facts) if arguments.json else text, flush=True)
+    if oldest and not arguments.json:
+        _print_deleted(oldest)
+        print(f"all {count} versions verified")
 
 
 def _checkout(arguments: Arguments) -> None:
-    reader, out = _opened(arguments), arguments.out
-    manifest = reader.manifest(arguments.version)
+    run = Run(arguments.url, arguments.run_name)
+    out = arguments.out
     if not arguments.force and out.is_dir() and any(out.iterdir()):
         raise FolderError(f"{out} is not empty: name a new folder, or write over its files with --force")
-    reader.checkout(manifest, out)
+    manifest = run.checkout(out, arguments.version)
     print(f"version {manifest.version} (digest {manifest.digest}) is in {out}")
 
 
@@ -408,7 +396,8 @@ def _follow(arguments: Arguments) -> None:
     Ctrl-C ends the command with exit code 130, SIGTERM with 0, in both cases within five seconds.
     """
     into, once = arguments.into, arguments.once
-    with _ended_by_signals(), follow(_opened(arguments), into, once=once, on_error=_complain) as versions:
+    run = Run(arguments.url, arguments.run_name)
+    with _ended_by_signals(), follow(run, into, once=once, on_error=_complain) as versions:
         for version in versions:
             try:
                 _announce(version, into, arguments.on_version)

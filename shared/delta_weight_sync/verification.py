@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import ProtocolError
@@ -83,30 +82,46 @@ class Versions:
         return map(self.at, range(len(self) - 2, -2, -1))
 
 
-def verified(reader: RunReader, found: Versions, folder: Path) -> Iterator[Manifest]:
-    """Verify the versions one after the other, and yield the manifest of each.
+def verified(reader: RunReader) -> Iterator[Manifest]:
+    """Rebuild every version of a run, oldest first, and yield the manifest of each.
 
     The oldest version is built as a joining replica builds it. Each later version is built from the version
     before it and its delta. The newest version is also built as a joining replica builds it. An anchor (a
     whole checkpoint) is checked together with its version. A jump (a delta over several versions) is checked
     together with the version at which the jump begins, if a joining replica would use the jump, or if the
-    newest manifest names the jump. The disk holds at most two checkpoints at the same time."""
+    newest manifest names the jump. The disk holds at most two checkpoints at the same time.
+    """
+    reader.require_intact()
+    reader.manifest()  # raises an error if there is no version
+    found = Versions(reader)
+    _require_no_gap_below(reader, found.oldest)
     state: dict[str, Bits] = {}
-    for manifest in found:
-        if state and manifest.delta:
-            reader.apply(state, manifest.delta, folder)
-            require_digest(state, manifest)
-        else:
-            state.clear()  # unmaps the files that the checkout replaces, which frees their space
-            state = reader.checkout(manifest, folder)
-        if (naming := found.anchors.get(manifest.version)) is not None:
-            anchor = found.at(naming).anchor
-            with Scratch() as other:
-                reader.checkout(manifest.model_copy(update={"anchor": anchor}), other)
-        for target, parts in found.jumps_from(manifest.version):
-            copy = {name: bits.copy() for name, bits in state.items()}
-            reader.apply(copy, parts, folder)
-            require_digest(copy, target)
-        yield manifest
-    state.clear()
-    reader.checkout(found.newest, folder)
+    with Scratch() as folder:
+        for manifest in found:
+            if state and manifest.delta:
+                reader.apply(state, manifest.delta, folder)
+                require_digest(state, manifest)
+            else:
+                state.clear()  # unmaps the files that the checkout replaces, which frees their space
+                state = reader.checkout(manifest, folder)
+            if (naming := found.anchors.get(manifest.version)) is not None:
+                anchor = found.at(naming).anchor
+                with Scratch() as other:
+                    reader.checkout(manifest.model_copy(update={"anchor": anchor}), other)
+            for target, parts in found.jumps_from(manifest.version):
+                copy = {name: bits.copy() for name, bits in state.items()}
+                reader.apply(copy, parts, folder)
+                require_digest(copy, target)
+            yield manifest
+        state.clear()
+        reader.checkout(found.newest, folder)
+
+
+def _require_no_gap_below(reader: RunReader, oldest: Manifest) -> None:
+    """Raise `ProtocolError` if there are versions below the oldest that can be reached: one is lost."""
+    if oldest.parent is None:
+        return  # version 0; a listing of the run would take much memory
+    infos = {info.key: info for info in reader.bucket.list(reader.keys.folder)}
+    if below := reader.below_gap(oldest, oldest.version, infos):
+        gap = f"the manifest of version {oldest.version - 1} is missing, but version {below.version} is there"
+        raise ProtocolError(f"{gap}: the manifest was lost, or a `gc` was interrupted")
