@@ -18,7 +18,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from delta_weight_sync import BucketError, FolderError, KeyFormatError
+from delta_weight_sync import BucketError, FolderError, KeyFormatError, Run
 from delta_weight_sync import follow as follow_versions
 from delta_weight_sync.checkout import RECORD, CheckpointFolder
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
@@ -386,7 +386,7 @@ def test_each_version_is_yielded_after_the_folder_holds_it_and_break_releases_th
 def test_the_same_iterator_works_in_async_for(run, folder):
     async def consume() -> list[int]:
         seen = []
-        async for version in follow_versions(open_run(run.url), folder, poll_s=0.01):
+        async for version in follow_versions(Run(run.url), folder, poll_s=0.01):
             seen.append(version.version)
             if len(seen) == 3:
                 break

@@ -205,7 +205,7 @@ def _gpu_software(setup: Setup) -> str:
         return ""
     if found := [sentence for sentence in (gpu_build.problem(), *gpu_build.missing()) if sentence]:
         raise DeployError("; ".join(found))
-    return "the driver and what the GPU's packages need are in order"
+    return "the driver, shared memory and software for the GPU are in order"
 
 
 def _bucket(setup: Setup) -> str:

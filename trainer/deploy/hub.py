@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, SpaceRuntime, set_client_factory
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, SpaceRuntime, get_session
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     BucketNotFoundError,
     HfHubHTTPError,
@@ -22,11 +22,11 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     RepositoryNotFoundError,
 )
 from huggingface_hub.utils import logging
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync.cost import HARDWARE, PRICES_READ_ON
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.signing import PUBLIC_KEY
-from delta_weight_sync.store.hub import configure_clients, new_client
 from trainer import spaces
 from trainer.deploy import DeployError
 from trainer.deploy.keys import fingerprint
@@ -50,14 +50,8 @@ Secrets = Mapping[str, str]  # name -> value
 def connect() -> HfApi:
     """A client of the Hub at HF_ENDPOINT, with a time limit for requests; huggingface_hub sets none."""
 
-    def client() -> Any:
-        made = new_client()
-        made.timeout = 60.0
-        return made
-
-    # Call `configure_clients` first. Else the first bucket that is opened calls it, and replaces our client.
-    configure_clients()
-    set_client_factory(client)
+    get_session().timeout = 60.0
+    disable_progress_bars()
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 

@@ -10,11 +10,11 @@ def _buckets(probe: Probe) -> None:
     (Public functions for this would end these uses. We have proposed none.)"""
     probe.accepts("huggingface_hub._buckets", "_BucketAddFile", "source", "destination", "xet_hash")
     probe.find("huggingface_hub._hot_reload.sse_client", "SSEClient.events")
-    probe.exactly("huggingface_hub.utils._http", "default_client_factory")
     xet = "huggingface_hub.utils._xet"
     probe.find(xet, "XET_CONNECTION_INFO_CACHE.clear")
     probe.exactly(xet, "XetFileData", "file_hash", "refresh_route")
     probe.accepts(xet, "refresh_xet_connection_info", "file_data", "headers")
+    probe.accepts(xet, "xet_headers_without_auth", "headers")
 
 
 BUCKETS = Feature(HUB, "buckets on the Hub", _buckets)

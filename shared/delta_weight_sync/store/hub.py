@@ -1,9 +1,10 @@
 """A bucket on the Hugging Face Hub, through huggingface_hub's own bucket functions.
 
 The token comes from HF_TOKEN or the Hub's login, the endpoint from HF_ENDPOINT. This module limits the time
-of huggingface_hub's requests, and notes what the answers say about the quota. A failing request is retried
-for up to a minute before it becomes a `BucketUnreachableError`. If a server accepts requests and never
-answers, a call takes 1.5 minutes; if the storage stalls during a transfer, a call takes up to twelve minutes.
+of its requests, and notes what the answers say about the quota. It changes no setting of huggingface_hub, and
+no environment variable. A failing request is retried for up to a minute before it becomes a
+`BucketUnreachableError`. If a server accepts requests and never answers, a call takes 1.5 minutes; if the
+storage stalls during a transfer, a call takes up to twelve minutes.
 
 Storing a version takes one upload and one request, which registers all objects in order. Small objects are
 read by their URL (docs/wire-format.md), large objects through Xet, many parts at a time. Notifications come
@@ -24,11 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
-from hf_xet import SKIP_SHA256, XetConfig, XetSession
-from huggingface_hub import HfApi, get_token, set_client_factory
+from hf_xet import SKIP_SHA256, XetConfig, XetFileInfo, XetSession
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     EntryNotFoundError,
     HfHubHTTPError,
@@ -42,7 +43,6 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     http_stream_backoff,
     parse_ratelimit_headers,
 )
-from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync import errors, store
 from delta_weight_sync.store.hooks import BUCKETS
@@ -52,24 +52,25 @@ from delta_weight_sync.store.notifications import Notifications, Quota
 with BUCKETS.imports():  # private names, which another release may lack
     from huggingface_hub._buckets import _BucketAddFile
     from huggingface_hub._hot_reload.sse_client import SSEClient
-    from huggingface_hub.utils._http import default_client_factory
     from huggingface_hub.utils._xet import (
         XET_CONNECTION_INFO_CACHE,
         XetFileData,
         refresh_xet_connection_info,
+        xet_headers_without_auth,
     )
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
 LONGEST_PAUSE = 10  # seconds; a server may ask for a longer pause, even for hours, and the client would obey
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
-# The first two settings shorten hf_xet's retries, which take up to five minutes by default. hf_xet's read
-# timeout stays at two minutes per attempt, because the timeout also runs while a block of 64 MB is sent. The
-# last setting saves one request per upload.
-XET_SETTINGS = {
-    "HF_XET_CLIENT_RETRY_BASE_DELAY": "2s",
-    "HF_XET_CLIENT_RETRY_MAX_DURATION": "16s",
-    "HF_XET_TELEMETRY_ENABLED": "false",
+# The first two settings shorten hf_xet's retries, which take up to six minutes by default. hf_xet's read
+# timeout stays at five minutes per attempt, because the timeout also runs while a block of 64 MB is sent. The
+# last setting saves one request per upload. A variable of the environment, such as
+# HF_XET_CLIENT_RETRY_MAX_DURATION, takes precedence.
+_XET_SETTINGS: Final[Mapping[str, Any]] = {
+    "client.retry_base_delay": "2s",
+    "client.retry_max_duration": "16s",
+    "telemetry.enabled": False,
 }
 _READS: Final = 3  # attempts to read an object by its URL, if connections break within the body
 CONNECT_S: Final = 10.0  # seconds to connect to the feed
@@ -78,61 +79,55 @@ STEADY_S: Final = 60.0  # after a connection that lasted this long, reconnect wi
 # The pause after a connection that was shorter. Each further short one doubles the pause, up to a limit.
 FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0
 
-_BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
 _quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what the Hub says of the token's quota
-# The ledger and the kind to which this thread's next requests count.
-_account: ContextVar[tuple[Ledger, Kind] | None] = ContextVar("_account", default=None)
+
+
+class _Account(NamedTuple):
+    """What the next requests of a thread count to."""
+
+    ledger: Ledger
+    kind: Kind
+    quota: Quota
+
+
+_account: ContextVar[_Account | None] = ContextVar("_account", default=None)
+_hooking = threading.Lock()
 _log = logging.getLogger("delta_weight_sync")
 
 
 @cache
-def configure_clients() -> None:
-    """Configure huggingface_hub and hf_xet once for the whole process: they have no settings per bucket.
-
-    A program that sets a client factory of its own must call this first, and use `new_client` in its factory.
-    """
-    for name, value in XET_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    disable_progress_bars()  # a bar for every sync would flood the log
-    set_client_factory(new_client)
-
-
-@cache
-def _uploads(_process: int, *, ask_storage: bool) -> XetSession:
-    """Return the upload session of a process; a forked process gets its own. If `ask_storage`, the session
-    asks which parts of the objects the storage already has, and uploads only the other parts."""
-    return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", ask_storage))
+def _xet_session(_process: int, *, ask_storage: bool) -> XetSession:
+    """Return the session of a process with the Hub's storage; a forked process gets its own. If
+    `ask_storage`, uploads first ask which parts of the objects the storage already has."""
+    config = XetConfig()
+    for name, value in _XET_SETTINGS.items():
+        if f"HF_XET_{name.upper().replace('.', '_')}" not in os.environ:
+            config = config.with_config(name, value)
+    return XetSession(config.with_config("deduplication.global_dedup_query_enabled", ask_storage))
 
 
-def new_client() -> Any:
-    """Return a client for huggingface_hub that limits the time of bucket requests, and notes the quota."""
-    client = default_client_factory()
-    before, after = client.event_hooks["request"], client.event_hooks["response"]
-    client.event_hooks = {"request": [*before, _limit_time], "response": [*after, _note_answer]}
-    return client
-
-
-def _bucket_of(request: Any) -> str:
-    """Return a request's bucket; "" for other requests, and for a bucket's feed, which has no end."""
-    place = _BUCKET.search(request.url.path)
-    return place[1] if place else ""
+def _hook(client: Any) -> None:
+    """Add hooks to huggingface_hub's client, which all programs of this process share. The hooks act only on
+    requests of a `HubBucket`: while `_account` is set in the thread that makes them."""
+    with _hooking:
+        hooks = client.event_hooks
+        if _limit_time not in hooks["request"]:
+            before, after = hooks["request"], hooks["response"]
+            client.event_hooks = {"request": [*before, _limit_time], "response": [*after, _note_answer]}
 
 
 def _limit_time(request: Any) -> None:
-    """Limit the time of each request for a bucket; other users of this client keep their own limits."""
-    if _bucket_of(request):
+    if _account.get():
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_TIMEOUT)
 
 
 def _note_answer(response: Any) -> None:
     """Count the request, and note the quota. If a busy server asks for a long pause, shorten the pause: the
     client would obey."""
-    if not (bucket := _bucket_of(response.request)):
+    if not (account := _account.get()):
         return
-    if account := _account.get():
-        ledger, kind = account
-        ledger.add(kind, requests=1)
-    quota, headers = _quotas[bucket], response.headers
+    account.ledger.add(account.kind, requests=1)
+    quota, headers = account.quota, response.headers
     said = parse_ratelimit_headers(headers)
     if response.status_code == 429:
         quota.refused(_retry_after_s(headers))
@@ -166,7 +161,6 @@ class HubBucket(store.Bucket):
             raise errors.BucketError(
                 f"{url!r} is not a Hub bucket: write hf://buckets/<owner>/<name>[/<prefix>]"
             )
-        configure_clients()
         super().__init__(url)
         self._id = match[1]
         self._folder = f"{store.check_key(match[2])}/" if match[2] else ""
@@ -197,7 +191,7 @@ class HubBucket(store.Bucket):
             storage = refresh_xet_connection_info(file_data=XetFileData("", url), headers=headers)
             on_disk = isinstance(objects[0][1], Path)  # such as weights: the storage may have parts of them
             try:
-                with _uploads(os.getpid(), ask_storage=on_disk).new_upload_commit(
+                with _xet_session(os.getpid(), ask_storage=on_disk).new_upload_commit(
                     endpoint=storage.endpoint,
                     token=storage.access_token,
                     token_expiry_unix_secs=storage.expiration_unix_epoch,
@@ -232,7 +226,7 @@ class HubBucket(store.Bucket):
                 raise EntryNotFoundError(path)
             self._check_limit(key, found.size, limit)
             self.ledger.add(kind_of(key), received=found.size)
-            self._api.download_bucket_files(self._id, [(found, temporary)])
+            self._download([(found, temporary)])
             # The client cannot hash bytes while it downloads them; the page cache still has the bytes.
             return store.file_sha256(temporary)
 
@@ -249,7 +243,26 @@ class HubBucket(store.Bucket):
             ]
             for found, _ in files:
                 self.ledger.add(kind_of(found.path.removeprefix(self._folder)), received=found.size)
-            self._api.download_bucket_files(self._id, files)
+            self._download(files)
+
+    def _download(self, files: Sequence[tuple[Any, Path]]) -> None:
+        """Download large objects (huggingface_hub's descriptions of them) to files. Its own function for this
+        would use a session that all programs of this process share, and print progress bars."""
+        if not files:
+            return
+        first, _ = files[0]
+        token_url = self._api.get_bucket_file_metadata(self._id, first.path).xet_file_data.refresh_route
+        headers = build_hf_headers()
+        with _xet_session(os.getpid(), ask_storage=False).new_file_download_group(
+            token_refresh_url=token_url,
+            token_refresh_headers=headers,
+            custom_headers=xet_headers_without_auth(headers),
+        ) as group:
+            for found, path in files:
+                if found.size:
+                    group.start_download_file(XetFileInfo(found.xet_hash, found.size), str(path))
+                else:
+                    path.touch()
 
     def stat_all(self, keys: Sequence[str]) -> dict[str, store.ObjectInfo]:
         """As in `Bucket`, with one request for up to 1,000 objects."""
@@ -271,8 +284,9 @@ class HubBucket(store.Bucket):
     @contextlib.contextmanager
     def _counted(self, kind: Kind) -> Iterator[None]:
         """Count the requests that this thread makes meanwhile to `kind`."""
+        _hook(get_session())
         before = _account.get()
-        _account.set((self.ledger, kind))
+        _account.set(_Account(self.ledger, kind, _quotas[self._id]))
         try:
             yield
         finally:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.utils import get_session
-from huggingface_hub.utils._http import default_client_factory
 from transformers import LlamaConfig
 
 from delta_weight_sync import compat, gpu_build
@@ -56,10 +55,7 @@ def test_all_is_well_before_a_deployment_of_the_owner_of_the_token(world: World)
 def test_a_bucket_that_doctor_opens_keeps_the_time_limit_of_other_requests(world: World):
     connect()
     assert not problems(world)
-    client, plain = get_session(), default_client_factory()
-    assert client.timeout.read == 60.0, "of deploy"
-    hooks, usual = (len(each.event_hooks["response"]) for each in (client, plain))
-    assert hooks > usual, "the library notes the quota"
+    assert get_session().timeout.read == 60.0
 
 
 def test_all_is_well_with_a_deployment(world: World, api, monkeypatch):
