@@ -2,7 +2,7 @@
 
     python -m bench                     every section, then the plot
     python -m bench --only size,speed   some sections; the others keep their figures in results.json
-    python -m bench.readme              writes the tables of README.md from results.json
+    python -m bench.readme              writes the tables of docs/benchmarks.md from results.json
 
 Each section is a module with `run(results)`, runs in a process of its own on one thread, and fills one key of
 `bench/results.json`. Ratios compare figures of the same run; absolute ones are of a shared, noisy machine.

@@ -1,6 +1,6 @@
 """Runs vLLM inside the Space: its API server in this process, its engine in a child process.
 
-The reasons are in docs/decisions/0002-one-process-per-replica.md.
+The reasons are in docs/decisions.md (0002).
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Simulates fleets, and prints a table of docs/fleet.md: five fleets, or with `--changed` variants of two."""
+"""Simulates fleets, and prints a table of docs/limits-and-costs.md: five fleets, or with `--changed` variants of two."""
 
 from __future__ import annotations
 
