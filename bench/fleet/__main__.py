@@ -1,4 +1,4 @@
-"""Simulates fleets, and prints a table of docs/limits-and-costs.md: five fleets, or with `--changed` variants of two."""
+"""Simulates five fleets, or variants of two (`--changed`): docs/limits-and-costs.md has the main figures."""
 
 from __future__ import annotations
 
