@@ -42,6 +42,15 @@ class Block:
         """The row-major position of the box's first element in the parameter."""
         return sum(o * math.prod(self.shape[dim + 1 :]) for dim, o in enumerate(self.offset))
 
+    def overlap(self, other: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Return the elements that are in both boxes, as slices of this box and of the other, or None."""
+        ends = np.add(self.offset, self.extent), np.add(other.offset, other.extent)
+        first, end = np.maximum(self.offset, other.offset), np.minimum(*ends)
+        if (first >= end).any():
+            return None
+        here, there = (tuple(map(slice, first - at, end - at)) for at in (self.offset, other.offset))
+        return here, there
+
     def strided(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sizes and strides of the box in the parameter. Dimensions that are whole are one with the dimension
         before them."""

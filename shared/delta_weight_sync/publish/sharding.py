@@ -67,13 +67,18 @@ def held_block(tensor: torch.Tensor) -> Block:
     return _block(tensor.shape, tensor.placements, tensor.device_mesh)[0]
 
 
+def is_copy(tensor: DTensor) -> bool:
+    """Whether this rank's block is a copy of a block that another rank diffs and saves."""
+    return _block(tensor.shape, tensor.placements, tensor.device_mesh)[1]
+
+
 @functools.lru_cache(4096)  # torch takes 50 us for each call, and a model has few shapes
 def _block(shape: torch.Size, placements: tuple[Placement, ...], mesh: DeviceMesh) -> tuple[Block, bool]:
-    """Return this rank's block, and whether it is a copy of a block that another rank diffs."""
+    """Return this rank's block, and what `is_copy` says of it."""
     here = mesh.get_coordinate() or ()
-    is_copy = any(p.is_replicate() and at for p, at in zip(placements, here, strict=False))
+    copied = any(p.is_replicate() and at for p, at in zip(placements, here, strict=False))
     extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return Block(tuple(shape), offset, extent), is_copy
+    return Block(tuple(shape), offset, extent), copied
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,7 +253,6 @@ def _blocked(target: Target, tensor: DTensor) -> Held:
     """A tensor of a version, of which this rank has a block."""
     held = local(tensor)
     block = held_block(tensor)
-    _, is_copy = _block(tensor.shape, tensor.placements, tensor.device_mesh)
     if view := target.view:
         # The part of the view's box that lies in this rank's block.
         first, end = np.array(view.box).T
@@ -263,7 +267,7 @@ def _blocked(target: Target, tensor: DTensor) -> Held:
         block = Block(target.words, (*block.offset, 0), (*block.extent, *wide))
     words = as_words(held, target.dtype)
     lasting = isinstance(tensor, torch.nn.Parameter) and words.data_ptr() == held.data_ptr()
-    return Held(target.name, target.dtype, target.words, words, block, True, is_copy, lasting)
+    return Held(target.name, target.dtype, target.words, words, block, True, is_copy(tensor), lasting)
 
 
 def union(parts: Iterable[Patch]) -> list[Patch]:

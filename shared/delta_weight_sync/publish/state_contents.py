@@ -1,6 +1,7 @@
 """What a trainer state holds: weights, optimizer, random numbers, and the state of schedules and the like.
 
-Each rank saves its blocks of sharded (FSDP2) tensors; the main rank also saves the unsharded tensors.
+Each rank saves its blocks of sharded (FSDP2) tensors. If several ranks hold copies of a block, one of them
+saves it. The main rank also saves the unsharded tensors.
 Moments are restored here, because `Optimizer.load_state_dict` casts them to the parameter's dtype.
 """
 
@@ -13,19 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from delta_weight_sync.errors import ProtocolError, StateError
-from delta_weight_sync.publish.sharding import held_block, local
+from delta_weight_sync.checkpoint import DTYPES
+from delta_weight_sync.errors import StateError
+from delta_weight_sync.publish.blocks import Block
+from delta_weight_sync.publish.sharding import held_block, is_copy, local
 from delta_weight_sync.records import Record
 from delta_weight_sync.util import time_text
 
-_FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
-_INTEGERS = torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
-_DTYPES = {str(dtype): dtype for dtype in _FLOATS + _INTEGERS}  # what a state can hold
+_DTYPES = {f"torch.{name}": getattr(torch, name) for name, _ in DTYPES.values()}  # what a state can hold
 _log = logging.getLogger("delta_weight_sync")
 Tensors = dict[str, torch.Tensor]
 Others = Mapping[str, Stateful]
@@ -36,9 +37,7 @@ class SavedBlock(NamedTuple):
     """The block of a tensor that a rank saved."""
 
     dtype: str
-    shape: tuple[int, ...]  # of the whole tensor
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
+    block: Block
     on_host: bool  # whether the trainer had the tensor on the host
 
 
@@ -47,19 +46,11 @@ class StateHeader(Record):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    held: dict[str, SavedBlock]  # by name; the main rank saves at least a block of every tensor
+    held: dict[str, SavedBlock]  # by name
     setup: dict[str, dict[str, Any]]  # see `_setup`
     values: dict[str, Any]  # those values of the optimizer's state that are not tensors
     others: dict[str, Any]  # by name: the state of a schedule and the like
     random: dict[str, Any]
-
-
-def read_header(name: str, metadata: Mapping[str, str]) -> StateHeader:
-    """Return the header in a file's metadata. Raises `ProtocolError` if there is none."""
-    try:
-        return StateHeader.model_validate_json(metadata["header"])
-    except (KeyError, ValidationError) as error:
-        raise ProtocolError(f"{name} is not a trainer's state: {error}") from error
 
 
 def snapshot(
@@ -73,10 +64,10 @@ def snapshot(
     for entry, value, parameter in _entries(live, optimizer):
         if isinstance(value, torch.Tensor):
             _require_plain(entry, value, parameter)
-            if main or isinstance(value, DTensor):
-                block = held_block(value)
+            saves = not is_copy(value) if isinstance(value, DTensor) else main
+            if saves:
                 on_host = value.device.type == "cpu"
-                held[entry] = SavedBlock(str(value.dtype), block.shape, block.offset, block.extent, on_host)
+                held[entry] = SavedBlock(str(value.dtype), held_block(value), on_host)
                 tensors[entry] = local(value).to("cpu", copy=True, memory_format=torch.contiguous_format)
         else:
             values[entry] = as_json(value, entry)
@@ -88,9 +79,14 @@ def snapshot(
 
 
 def load(
-    header: StateHeader, main: StateHeader, fill: Fill, live: Tensors, optimizer: Optimizer, others: Others
+    header: StateHeader,
+    saved: Mapping[str, SavedBlock],
+    fill: Fill,
+    live: Tensors,
+    optimizer: Optimizer,
+    others: Others,
 ) -> None:
-    """Restore all but the random numbers, from this rank's `header` and the main rank's (`main`).
+    """Restore all but the random numbers, from this rank's `header`. `saved`: a block of every saved tensor.
 
     `fill` gets a tensor and its name in the state, and fills this rank's part of the tensor. Raises
     `StateError` if the state does not fit this trainer.
@@ -107,22 +103,22 @@ def load(
                 )
     for name, tensor in live.items():
         fill(f"weight/{name}", tensor)
-    for key, saved in header.setup["optimizer"].items():
-        for group, value in zip(optimizer.param_groups, saved, strict=True):
+    for key, values in header.setup["optimizer"].items():
+        for group, value in zip(optimizer.param_groups, values, strict=True):
             if key in group:  # JSON turned tuples into lists
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
     parameters = dict(_parameters(optimizer))
-    for entry, held in main.held.items():
+    for entry, held in saved.items():
         if entry.startswith("optimizer/"):
             _, number, key = entry.split("/", 2)
             parameter = parameters[number]
             dtype = _DTYPES[held.dtype]
-            scalar = not held.shape
-            if held.shape == parameter.shape and not scalar:
+            shape = held.block.shape
+            if shape and shape == parameter.shape:
                 moment = torch.empty_like(parameter, dtype=dtype)  # sharded like the parameter
             else:  # for example AdamW's step count, a scalar that may be on the host
-                device = "cpu" if held.on_host and scalar else parameter.device
-                moment = torch.empty(held.shape, dtype=dtype, device=device)
+                device = "cpu" if held.on_host and not shape else parameter.device
+                moment = torch.empty(shape, dtype=dtype, device=device)
             fill(entry, moment)
             optimizer.state[parameter][key] = moment
     for entry, value in header.values.items():

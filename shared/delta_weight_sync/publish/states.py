@@ -7,8 +7,9 @@ record is written last, when the version and all objects are in the bucket:
     runs/<run>/state/00000040.00000041.t1-3fa9c2d1/rank-0.safetensors   what rank 0 saves for that version
 
 Two states stay in the bucket: the newest, and the one before it in case an object of the newest is damaged.
-Each object lists its blocks of tensors. So any number of ranks can resume: each rank reads the blocks that
-overlap its own. The trainer's thread copies a state to host memory; a background thread uploads the copy.
+Each object lists its blocks of tensors, and a rank that resumes knows all lists. So any number of ranks can
+resume: each rank reads the blocks that overlap its own. The trainer's thread copies a state to host memory; a
+background thread uploads the copy.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import numpy as np
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.optim import Optimizer
@@ -40,6 +40,7 @@ from delta_weight_sync.scratch import Scratch
 _DAMAGED = (ProtocolError, ObjectMissingError, SafetensorError)
 _log = logging.getLogger("delta_weight_sync")
 Snapshot = tuple[Tensors, StateHeader]
+Version = tuple[int, str]  # its sync and digest; the manifests of all versions could fill the memory
 
 
 class StateRecord(Sealed):
@@ -134,62 +135,66 @@ def _prune(reader: RunReader, newest: str) -> None:
 
 
 class FoundState:
-    """A state to restore. At creation, each rank downloads and checks a share of the objects.
-
-    `restore` downloads the other objects that the rank needs. Both steps raise `ProtocolError` for damage.
-    """
+    """A state to restore. Each rank reads only the objects with blocks that the rank needs."""
 
     def __init__(self, reader: RunReader, record: StateRecord, peers: Peers, folder: Scratch) -> None:
         self.record = record
         self._reader = reader
         self._peers = peers
         self._folder = folder
-        self._files: dict[int, tuple[Any, StateHeader]] = {}  # rank -> its object and header
-        size = len(record.ranks)
-        for rank in range(peers.rank, size, peers.size):
-            self._file(rank)
-        self._own = peers.rank if peers.rank < size else 0  # the saved rank that gives the random numbers
-        # The order in which `_fill` reads the saved objects. The first two are open already, and only rank 0
-        # saved unsharded tensors. Then come all ranks, those first that probably saved this rank's blocks.
-        middle = (peers.rank + 0.5) * size / peers.size
-        others = sorted(range(size), key=lambda rank: abs(rank + 0.5 - middle))
-        self._nearest = [self._own, 0, *others]
+        self._headers: dict[int, StateHeader] = {}  # of all saved ranks
+        self._files: dict[int, Any] = {}  # the open objects, by saved rank
+
+    def is_whole(self) -> bool:
+        """Check every object, each on one rank. Return whether none is damaged, on every rank."""
+        read: dict[int, StateHeader] | None = None
+        with self._peers.fail_together():
+            try:
+                share = range(self._peers.rank, len(self.record.ranks), self._peers.size)
+                read = {rank: self._read_header(rank) for rank in share}
+            except _DAMAGED as error:
+                _log.warning("skipped the damaged state of version %d: %s", self.record.version, error)
+        parts = self._peers.exchange(read)
+        if None in parts:
+            return False
+        self._headers = {rank: header for part in parts for rank, header in part.items()}
+        return True
 
     def restore(self, live: Tensors, optimizer: Optimizer, others: Others) -> None:
         """Restore the state, on every rank. Raises `StateError` if it does not fit this trainer."""
         with self._peers.fail_together(), torch.no_grad():
-            (_, main), (_, header) = self._file(0), self._file(self._own)
-            state_contents.load(header, main, self._fill, live, optimizer, others)
-            state_contents.load_random_state(header.random, self._peers.rank - self._own)
+            own = self._peers.rank if self._peers.rank in self._headers else 0
+            header = self._headers[own]
+            saved = {entry: block for each in self._headers.values() for entry, block in each.held.items()}
+            state_contents.load(header, saved, self._fill, live, optimizer, others)
+            state_contents.load_random_state(header.random, self._peers.rank - own)
 
     def _fill(self, entry: str, tensor: torch.Tensor) -> None:
-        """Fill this rank's block of a tensor from the objects that have parts of the block."""
+        """Fill this rank's block of a tensor from the saved blocks that overlap it."""
         own = local(tensor)
         block = held_block(tensor)
-        missing = math.prod(held_block(tensor).extent)
-        seen = set[tuple[Any, ...]]()  # blocks that were read; several ranks may have saved the same block
-        for rank in self._nearest:
-            if not missing:
-                return
-            file, header = self._file(rank)
+        missing = math.prod(block.extent)
+        for rank, header in self._headers.items():
             held = header.held.get(entry)
-            if held is None or (held.offset, held.extent) in seen:
-                continue
-            seen.add((held.offset, held.extent))
-            first = np.maximum(block.offset, held.offset)
-            end = np.minimum(np.add(block.offset, block.extent), np.add(held.offset, held.extent))
-            if (first < end).all():
-                here, there = (tuple(map(slice, first - at, end - at)) for at in (block.offset, held.offset))
-                own[here].copy_(file.get_slice(entry)[there])
+            overlap = block.overlap(held.block) if held and missing else None
+            if overlap:
+                here, there = overlap
+                own[here].copy_(self._file(rank).get_slice(entry)[there])
                 missing -= own[here].numel()
         if missing:
             raise ProtocolError(f"the state of version {self.record.version} lacks a part of {entry}")
 
-    def _file(self, rank: int) -> tuple[Any, StateHeader]:
+    def _read_header(self, rank: int) -> StateHeader:
+        metadata = self._file(rank).metadata() or {}
+        try:
+            return StateHeader.model_validate_json(metadata["header"])
+        except (KeyError, ValidationError) as error:
+            raise ProtocolError(f"{self.record.ranks[rank].key} is not a trainer's state: {error}") from error
+
+    def _file(self, rank: int) -> Any:
         if rank not in self._files:
             path = self._reader.fetch(self.record.ranks[rank], self._folder.path)
-            file: Any = safe_open(path, framework="pt")
-            self._files[rank] = file, state_contents.read_header(path.name, file.metadata() or {})
+            self._files[rank] = safe_open(path, framework="pt")
         return self._files[rank]
 
 
@@ -208,13 +213,8 @@ def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Scratch)
         return peers.exchange(state)[0]
 
     for record, later in iter(following, None):
-        found: FoundState | None = None
-        with peers.fail_together():
-            try:
-                found = FoundState(reader, record, peers, folder)
-            except _DAMAGED as error:
-                _log.warning("skipped the damaged state of version %d: %s", record.version, error)
-        if all(peers.exchange(found is not None)):
+        found = FoundState(reader, record, peers, folder)
+        if found.is_whole():
             outbox.repeated = RepeatedSyncs(_repeated(record, later))
             return found
     with peers.fail_together():
@@ -229,14 +229,7 @@ def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Scratch)
     return None
 
 
-class _Published(NamedTuple):
-    """What a resuming trainer keeps of a version. The manifests of all versions could fill the memory."""
-
-    sync: int
-    digest: str
-
-
-def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[_Published]]]:
+def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Version]]]:
     """Yield the complete states of the run, newest first, each with the versions after it, newest first."""
     listing = {info.key: info.size for info in reader.bucket.list(reader.keys.states)}
     records: list[StateRecord] = []
@@ -246,7 +239,7 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[_Publis
         except (ProtocolError, ObjectMissingError) as error:
             _log.warning("skipped a trainer state, damaged or of an earlier release: %s", error)
     oldest = min((record.version for record in records), default=None)
-    later: list[_Published] = []
+    later: list[Version] = []
     for manifest in reader.versions():
         if oldest is None or manifest.version < oldest:
             return
@@ -255,17 +248,17 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[_Publis
             same = (record.born, record.version, record.digest)
             if whole and same == (manifest.born, manifest.version, manifest.digest):
                 yield record, later.copy()
-        later.append(_Published(manifest.sync, manifest.digest))
+        later.append((manifest.sync, manifest.digest))
 
 
-def _repeated(record: StateRecord, later: list[_Published]) -> dict[int, str]:
+def _repeated(record: StateRecord, later: list[Version]) -> dict[int, str]:
     """Return sync -> digest of the syncs that a trainer makes again if it repeats exactly from `record` on.
 
     `later`: the versions after `record`, newest first. A version is left out if a newer version has the same
     or a lower sync number: a trainer then went back to a state before the version, and did not repeat it. For
     example, if `later` has the syncs 8, 6, 7, 6 (newest first), the 7 and the older 6 are left out."""
-    line: list[_Published] = []
-    for published in later:
-        if not line or published.sync < line[-1].sync:
-            line.append(published)
+    line: list[Version] = []
+    for sync, digest in later:
+        if not line or sync < line[-1][0]:
+            line.append((sync, digest))
     return {record.sync: record.digest} | {sync: digest for sync, digest in line if sync > record.sync}
