@@ -1,6 +1,7 @@
 """A trainer that stops anywhere resumes and publishes the same versions, bit for bit."""
 
 import contextlib
+import hashlib
 import json
 import random
 import time
@@ -11,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from delta_weight_sync import Publisher
@@ -232,6 +234,23 @@ def test_states_of_a_signed_run_are_signed(url, base, monkeypatch, caplog):
         loop.restore()
         assert loop.step == 1, "the one before it"
     assert f"{newest} has no signature" in caplog.text
+
+
+def test_an_object_that_is_not_a_states_is_skipped(url, base, caplog):
+    """For example that of an earlier release; its record is intact, and names its sha256."""
+    life(url, base, 2)
+    bucket = open_bucket(url.partition("#")[0])
+    newest = max(info.key for info in bucket.list("runs/run/state/") if info.key.endswith(".json"))
+    record = StateRecord.model_validate_json(bucket.get(newest))
+    key, data = record.ranks[0].key, safetensors.torch.save({"weight/0.weight": torch.ones(30, 8)})
+    bucket.put(key, data)
+    ranks = (FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest()),)
+    kept = record.model_dump(exclude={"seal", "signature", "ranks"})
+    bucket.put(newest, StateRecord(**kept, ranks=ranks).to_bytes())
+    with contextlib.closing(Loop(url, base)) as loop:
+        loop.restore()
+        assert loop.step == 1, "the one before it"
+    assert f"{key} is not a trainer's state" in caplog.text
 
 
 def test_a_run_with_a_first_version_and_no_state_begins_again(url, base, undisturbed):
