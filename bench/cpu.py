@@ -134,12 +134,12 @@ def _engine(way: str, policy: str, folder: str) -> None:
 def _take_away(llm: Any) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from delta_weight_sync.vllm.cpu import _LiveLinear
+    from delta_weight_sync.vllm.cpu.layers import LiveLinear
 
     def plain(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return functional.linear(x, layer.memory, bias)
 
-    setattr(_LiveLinear, "__call__", plain)  # noqa: B010
+    setattr(LiveLinear, "__call__", plain)  # noqa: B010
     (modules,) = llm.apply_model(lambda model: list(model.modules()))
     for module in modules:
         if isinstance(module, RMSNorm):

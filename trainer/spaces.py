@@ -11,6 +11,7 @@ an option or a log line, and no request follows a redirect.
 import contextlib
 import contextvars
 import functools
+import ipaddress
 import os
 import re
 import socket
@@ -20,13 +21,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import aiohttp
 import httpx
 from huggingface_hub import get_token
-
-from delta_weight_sync.util import is_near
 
 Kind = Literal["replica", "env"]
 
@@ -164,6 +164,17 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         example = "https://<owner>-<name>.hf.space"
         raise SpacesUnavailableError(f"{url!r} is not the URL of a Space: write {example}") from error
+
+
+def is_near(url: str) -> bool:
+    """Whether a URL names this machine or a private network, which the environment's proxy cannot reach."""
+    host = ""
+    try:
+        host = urlsplit(url).hostname or ""
+        address = ipaddress.ip_address(host)
+    except ValueError:  # the host is a name, or this is no URL
+        return host == "localhost" or host.endswith((".localhost", ".local", ".internal"))
+    return address.is_private or address.is_loopback or address.is_link_local
 
 
 class Clients:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from delta_weight_sync.publish.undo import UndoLog
     from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest, Recipe
     from delta_weight_sync.run import Run, TensorDiff
-    from delta_weight_sync.trl._transfer import BucketWeightTransfer
+    from delta_weight_sync.trl.transfer import BucketWeightTransfer
 
 __version__ = "0.2.0"
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 # Imported at first use, so that `import delta_weight_sync` loads neither torch nor numba.
 _HOMES = {
     "AnchorRef": "delta_weight_sync.records",
-    "BucketWeightTransfer": "delta_weight_sync.trl._transfer",
+    "BucketWeightTransfer": "delta_weight_sync.trl.transfer",
     "DeltaRef": "delta_weight_sync.records",
     "FileRef": "delta_weight_sync.records",
     "FollowedVersion": "delta_weight_sync.checkout",

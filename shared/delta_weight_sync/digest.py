@@ -22,8 +22,8 @@ from numba import carray
 from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits, Index
-from delta_weight_sync.codec._lanes import pointer
-from delta_weight_sync.util import in_order, kernel
+from delta_weight_sync.kernels import kernel, pointer
+from delta_weight_sync.util import in_order
 
 BLOCK = 4096
 _NO_BLOCK = np.uint64(1 << 63)  # no block has this number

@@ -1,34 +1,18 @@
-"""Compiled functions, work on several cores, proxies, and quantities as people read them."""
+"""Work on several cores, a guard for code that only watches, and quantities as people read them."""
 
 import contextlib
-import ipaddress
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Final, TypeVar, cast
-from urllib.parse import urlsplit
+from typing import Final, TypeVar
 
 _log = logging.getLogger("delta_weight_sync")
-Function = TypeVar("Function", bound=Callable[..., Any])
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-
-
-def kernel(function: Function, **options: Any) -> Function:
-    """Compile `function` with numba (and its `options`) at its first call, and run it without the GIL.
-
-    numba caches the code on disk. If it finds no folder that it may write, each process compiles again.
-    """
-    from numba import njit  # imported here, because not every command needs it
-
-    try:
-        return cast(Function, njit(cache=True, nogil=True, **options)(function))
-    except RuntimeError:  # "no locator available": neither this package's folder nor the home can be written
-        return cast(Function, njit(nogil=True, **options)(function))
 
 
 def threads(cores: int) -> int:
@@ -97,47 +81,6 @@ def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 
             yield running.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def in_parts(work: Callable[[slice], Result], count: int, least: int) -> list[Result]:
-    """Call `work` in threads, on up to `THREADS` slices of `range(count)`. Return the results in order.
-    If there are several slices, each slice has at least `least` items."""
-    parts = min(THREADS, max(1, count // least))
-    cuts = [count * part // parts for part in range(parts + 1)]
-    return [*in_order(work, map(slice, cuts, cuts[1:]), parts)]
-
-
-def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
-    """Send `outgoing[i]` (a numpy array) to process i of a torch group. Returns the received arrays, joined.
-
-    `sizes[i]` is the length of the array that process i sends to this one. All arrays have the same dtype.
-    """
-    import numpy as np  # imported here, because not every command needs them
-    import torch
-    from torch.distributed import all_to_all_single
-
-    sent, sent_bytes = np.concatenate(outgoing), [each.nbytes for each in outgoing]
-    received, received_bytes = np.empty(sum(sizes), sent.dtype), [size * sent.itemsize for size in sizes]
-    target, source = (torch.from_numpy(array.view(np.uint8)) for array in (received, sent))
-    all_to_all_single(target, source, received_bytes, sent_bytes, group=group)
-    return received
-
-
-def is_near(url: str) -> bool:
-    """Whether a URL names this machine or a private network, which the environment's proxy cannot reach."""
-    host = ""
-    try:
-        host = urlsplit(url).hostname or ""
-        address = ipaddress.ip_address(host)
-    except ValueError:  # the host is a name, or this is no URL
-        return host == "localhost" or host.endswith((".localhost", ".local", ".internal"))
-    return address.is_private or address.is_loopback or address.is_link_local
-
-
-def proxy_for(url: str) -> str:
-    """The environment's variable with a proxy for `url`, in lower case; "" if there is none."""
-    variables = f"{urlsplit(url).scheme}_proxy", "all_proxy"
-    return next((each for each in variables if os.environ.get(each) or os.environ.get(each.upper())), "")
 
 
 def size_text(size: float) -> str:

@@ -4,7 +4,6 @@ import inspect
 import pickle
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -113,12 +112,3 @@ except ImportError as error:
 def test_a_time_has_a_unit_that_suits_it():
     texts = {0.0123: "12.3 ms", 0.9996: "1 s", 150: "2.5 min", 7560: "2.1 h", 4e6: "1111 h"}
     assert {seconds: time_text(seconds) for seconds in texts} == texts
-
-
-def test_the_import_contract_names_every_private_module():
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
-    (contract,) = [each for each in contracts if "private" in each["name"]]
-    modules = (ROOT / "shared").glob("delta_weight_sync/**/_[a-z]*.py")
-    named = [".".join(path.relative_to(ROOT / "shared").with_suffix("").parts) for path in modules]
-    assert sorted(named) == sorted(contract["forbidden_modules"])

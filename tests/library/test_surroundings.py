@@ -17,11 +17,12 @@ import pytest
 from werkzeug.serving import make_ssl_devcert
 
 import delta_weight_sync
-from delta_weight_sync import KeyFormatError, util
+from delta_weight_sync import KeyFormatError
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys, make_keys, writer_keys
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store._s3 import proxy_for
 from tests.support.http_server import Request, answering
 from tests.support.records import WRITER
 from trainer import observe, spaces
@@ -171,7 +172,7 @@ from delta_weight_sync.digest import tensor_digest
 
 assert tensor_digest("w", np.arange(9, dtype=np.uint16))
 """,
-    "norms": "import delta_weight_sync.vllm.norms",
+    "norms": "import delta_weight_sync.vllm.cpu.norms",
 }
 
 
@@ -339,7 +340,7 @@ FAR = [
 
 @pytest.mark.parametrize(("url", "expected"), [(u, True) for u in NEAR] + [(u, False) for u in FAR])
 def test_near_hosts_are_this_machine_and_private_networks(url, expected):
-    assert util.is_near(url) is expected
+    assert spaces.is_near(url) is expected
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_the_variable_that_names_a_proxy_is_found(url, variable, expected, monke
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv(variable, "http://proxy.example:3128")
-    assert util.proxy_for(url) == expected
+    assert proxy_for(url) == expected
 
 
 # Files of keys that an editor saved again.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from delta_weight_sync.vllm import cpu
+from delta_weight_sync.vllm.cpu import layers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM imports parts of torch that are deprecated
@@ -37,7 +38,7 @@ def test_live_experts_compute_what_packed_ones_do(kind, weighted_before, biased)
     packed, live = torch.empty_like(x), torch.empty_like(x)
     parts = [cpu_prepack_moe_weight(weight, "vec") for weight in (w13, w2)]
     cpu_fused_moe(packed, x, *parts, b13, b2, weights, ids, kind, "vec", weighted_before)
-    cpu.apply_live_experts(
+    layers.apply_live_experts(
         SimpleNamespace(w1_bias=b13, w2_bias=b2),
         output=live,
         hidden_states=x,
@@ -55,12 +56,12 @@ def test_live_experts_compute_what_packed_ones_do(kind, weighted_before, biased)
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize(("tile", "rows"), [(1 << 20, 256), (40 * HIDDEN, 3)], ids=["one tile", "many tiles"])
 def test_a_layer_in_float32_computes_from_the_live_weight(monkeypatch, tile, rows, biased):
-    monkeypatch.setattr(cpu, "_TILE", tile)
-    monkeypatch.setattr(cpu, "_ROWS", rows)
-    monkeypatch.setattr(cpu, "_rows_in_bf16", lambda: 0)
+    monkeypatch.setattr(layers, "_TILE", tile)
+    monkeypatch.setattr(layers, "_ROWS", rows)
+    monkeypatch.setattr(layers, "_rows_in_bf16", lambda: 0)
     torch.manual_seed(0)
     x, weight, bias = bf16(TOKENS, HIDDEN), torch.nn.Parameter(bf16(INNER, HIDDEN)), bf16(INNER)
-    layer = cpu._LiveLinear(weight)
+    layer = layers.LiveLinear(weight)
     for _ in range(2):
         exact = x.double() @ weight.data.double().T + (bias.double() if biased else 0)
         result = layer(x, weight, bias if biased else None)
@@ -78,7 +79,7 @@ def test_a_norm_in_one_kernel_is_that_of_vllm(heads):
     weight = torch.nn.Parameter(1 + bf16(HIDDEN))
     module = Norm(weight=weight, variance_epsilon=1e-6, has_weight=True, variance_size_override=None)
     x = bf16(TOKENS, HIDDEN) if heads is None else bf16(TOKENS, heads + 2, HIDDEN)[:, 1:-1]
-    norm = cpu.norm_in_one_kernel(RMSNorm.forward_native)
+    norm = layers.norm_in_one_kernel(RMSNorm.forward_native)
     for residual in (torch.zeros(x.shape, dtype=x.dtype), bf16(*x.shape)):
         wide = x.double() + residual.double()
         exact = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.data.double()
@@ -108,12 +109,12 @@ def test_a_convolution_from_the_live_weight_is_that_from_the_packed_one():
     packed = ops.causal_conv1d_fwd_cpu(
         weight=ops.causal_conv1d_weight_pack(weight.flatten(1)), is_weight_packed=True, **options
     )
-    live = cpu.from_live_weight(ops.causal_conv1d_fwd_cpu)(weight=weight, is_weight_packed=True, **options)
+    live = layers.from_live_weight(ops.causal_conv1d_fwd_cpu)(weight=weight, is_weight_packed=True, **options)
     assert torch.equal(packed, live)
     assert packed.abs().sum() > 0
 
 
-def layers(linear: object, experts: type) -> torch.nn.Module:
+def model_of(linear: object, experts: type) -> torch.nn.Module:
     """A model with one Linear and one layer of experts, as vLLM leaves them after loading."""
     model = torch.nn.Module()
     model.dense = torch.nn.Linear(4, 4, bias=False)
@@ -131,6 +132,6 @@ def test_a_layer_that_computes_from_a_copy_is_found():
             """From a copy of the weights."""
 
     with pytest.raises(RuntimeError, match="dense does not compute from its weight"):
-        cpu.self_test(layers(lambda x, weight, bias: x, Packed))
+        cpu.self_test(model_of(lambda x, weight, bias: x, Packed))
     with pytest.raises(RuntimeError, match="moe computes from packed experts"):
-        cpu.self_test(layers(torch.nn.functional.linear, Packed))
+        cpu.self_test(model_of(torch.nn.functional.linear, Packed))

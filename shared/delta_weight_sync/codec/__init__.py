@@ -22,6 +22,7 @@ from delta_weight_sync.codec._patch import Patch as Patch
 from delta_weight_sync.codec._patch import apply as apply
 from delta_weight_sync.codec._patch import compare as compare
 from delta_weight_sync.codec._patch import count_ulps as count_ulps
+from delta_weight_sync.codec._patch import cut as cut
 from delta_weight_sync.codec._patch import diff as diff
 from delta_weight_sync.codec._patch import diff_flat as diff_flat
 from delta_weight_sync.codec._patch import inverse as inverse

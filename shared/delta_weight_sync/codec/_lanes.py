@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from delta_weight_sync.util import kernel
+from delta_weight_sync.kernels import kernel
 
 LANES = 64
 BANDS = 8  # ranges of exponents: see the module `positions`
@@ -71,16 +71,6 @@ def at_most(typing: Any, numbers: Any, limit: Any) -> Any:
         return builder.bitcast(builder.icmp_signed("<=", block, _broadcast(builder, limit)), _WORD)
 
     return types.uint64(numbers, types.int64), emit
-
-
-@intrinsic
-def pointer(typing: Any, address: Any) -> Any:
-    """Return a pointer to the bf16 bits at an address."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.PointerType(ir.IntType(16)))
-
-    return types.CPointer(types.uint16)(types.int64), emit
 
 
 @intrinsic

@@ -13,9 +13,10 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
-from delta_weight_sync.codec._lanes import LANES, differs, lowest, pointer
+from delta_weight_sync.codec._lanes import LANES, differs, lowest
 from delta_weight_sync.errors import CodecError
-from delta_weight_sync.util import in_order, kernel
+from delta_weight_sync.kernels import kernel, pointer
+from delta_weight_sync.util import in_order
 
 Bits = NDArray[np.uint16]
 Index = NDArray[np.int64]

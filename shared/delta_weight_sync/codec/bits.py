@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from delta_weight_sync.codec._lanes import length, lowest
 from delta_weight_sync.codec._patch import Index
 from delta_weight_sync.errors import CodecError
-from delta_weight_sync.util import kernel
+from delta_weight_sync.kernels import kernel
 
 MAX_K = 40  # largest k of a Rice code
 # The best Rice parameter k is the smallest with p ** 2**k <= exp(LOG_LIMIT), where p is the probability that

@@ -22,7 +22,7 @@ from delta_weight_sync.codec._patch import Bits, Index, Patch, join
 from delta_weight_sync.codec.bits import State, Words
 from delta_weight_sync.codec.positions import Band
 from delta_weight_sync.errors import CodecError
-from delta_weight_sync.util import kernel
+from delta_weight_sync.kernels import kernel
 
 Mode = Literal["gaps", "bands", "mask", "dense", "raw"]
 Old = Callable[[str], Bits]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from delta_weight_sync.codec._lanes import BANDS, LANES, at_most, lowest, ones, select, split
 from delta_weight_sync.codec._patch import Bits, Index, Patch
 from delta_weight_sync.codec.bits import FLIPPED, LOG_LIMIT, State, Words, walk
-from delta_weight_sync.util import kernel
+from delta_weight_sync.kernels import kernel
 
 Band = NDArray[np.uint8]
 Floats = NDArray[np.float64]

@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from delta_weight_sync.checkpoint import DTYPES, Shapes, dtype_of, to_bits
 from delta_weight_sync.codec import Bits, Decoded, Patch
+from delta_weight_sync.collectives import swap
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CheckpointError, CodecError, PeerError
 from delta_weight_sync.publish.blocks import Block, Part
@@ -36,7 +37,6 @@ from delta_weight_sync.publish.mirror import Found, Mirror, Place, not_finite
 from delta_weight_sync.publish.names import Joined
 from delta_weight_sync.publish.plan import Plan, Target
 from delta_weight_sync.records import MAX_PARTS
-from delta_weight_sync.util import swap
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Owns = Callable[[str, Sequence[int]], bool]  # whether this rank owns a tensor: name, shape of its words

@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import obstore
 from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from delta_weight_sync import errors, store, util
+from delta_weight_sync import errors, store
 
 _PARTS: Final = 8  # requests in parallel
 # What other errors say if they are refusals. Without keys, obstore asks the cloud for keys at this address.
@@ -114,7 +115,7 @@ class S3Bucket(store.Bucket):
         if isinstance(error, InvalidPathError):
             return errors.BucketError(f"{place} holds an object whose name is invalid ({error}): delete it")
         endpoint = os.environ.get("AWS_ENDPOINT_URL", "https://")
-        proxy = util.proxy_for(endpoint)
+        proxy = proxy_for(endpoint)
         used = f"; requests use the proxy in {proxy}, unless no_proxy has the store's host" if proxy else ""
         return errors.BucketUnreachableError(
             f"{place} cannot be reached ({code}): check the network, AWS_ENDPOINT_URL and AWS_DEFAULT_REGION"
@@ -150,3 +151,9 @@ def _profile() -> Any:
             f"boto3 cannot read the keys in {file} ({error}): run `pip install boto3`, set AWS_PROFILE, or"
             " set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ) from error
+
+
+def proxy_for(url: str) -> str:
+    """The environment's variable with a proxy for `url`, in lower case; "" if there is none."""
+    variables = f"{urlsplit(url).scheme}_proxy", "all_proxy"
+    return next((each for each in variables if os.environ.get(each) or os.environ.get(each.upper())), "")

@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from delta_weight_sync import gpu
-from delta_weight_sync.codec import Bits, Index
-from delta_weight_sync.codec._patch import cut
+from delta_weight_sync.codec import Bits, Index, cut
 from delta_weight_sync.digest import BLOCK
 from delta_weight_sync.vllm import memory
 from delta_weight_sync.vllm.memory import Changes, Rows, Table, Write

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,17 +19,18 @@ from numba import carray
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from delta_weight_sync.codec import Bits, Decoded, Index
-from delta_weight_sync.codec._lanes import pointer
-from delta_weight_sync.codec._patch import cut, join
+from delta_weight_sync import util
+from delta_weight_sync.codec import Bits, Decoded, Index, cut, join
 from delta_weight_sync.digest import BLOCK, INNER, add_at, hash_dense, outer, seed
 from delta_weight_sync.errors import RouteError
-from delta_weight_sync.util import in_order, in_parts, kernel
+from delta_weight_sync.kernels import kernel, pointer
+from delta_weight_sync.util import in_order
 from delta_weight_sync.vllm.routes import Geometry, Route
 
 Row = NDArray[np.int64]
 Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
+Result = TypeVar("Result")
 
 DIMS = 4
 MOST = (1 << 31) - 1  # limit of elements of a row: an int32 must hold each number
@@ -313,10 +314,18 @@ class HostMemory(Memory):
 
         def write(old: bool) -> tuple[int, float]:
             values = new - changes.ulps if old else new
-            return sum(in_parts(lambda s: _put(rows, blocks[s], element, values), len(blocks), least)), 0.0
+            return sum(_in_parts(lambda s: _put(rows, blocks[s], element, values), len(blocks), least)), 0.0
 
-        moved = np.stack(in_parts(look, len(blocks), least)).sum(0)
+        moved = np.stack(_in_parts(look, len(blocks), least)).sum(0)
         return write, moved
+
+
+def _in_parts(work: Callable[[slice], Result], count: int, least: int) -> list[Result]:
+    """Call `work` in threads, on up to `util.THREADS` slices of `range(count)`. Return the results in order.
+    If there are several slices, each slice has at least `least` items."""
+    parts = min(util.THREADS, max(1, count // least))
+    cuts = [count * part // parts for part in range(parts + 1)]
+    return [*in_order(work, map(slice, cuts, cuts[1:]), parts)]
 
 
 @kernel

@@ -49,10 +49,10 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 
 from delta_weight_sync import checkpoint, codec, errors, gpu
-from delta_weight_sync.codec import Bits, Patch
-from delta_weight_sync.codec._patch import cut
+from delta_weight_sync.codec import Bits, Patch, cut
+from delta_weight_sync.collectives import swap
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.util import Guard, swap
+from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Memory, Step, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route

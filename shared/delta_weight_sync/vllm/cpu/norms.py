@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from delta_weight_sync.codec._lanes import pointer
-from delta_weight_sync.util import kernel
+from delta_weight_sync.kernels import kernel, pointer
 
 
 @kernel
