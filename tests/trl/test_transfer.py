@@ -52,7 +52,7 @@ def test_nothing_is_opened_before_training_begins(tmp_path):
     transfer.resume()
     transfer.destroy()
     assert not (tmp_path / "bucket").exists()
-    assert {getattr(*place).__module__ for place in PATCHED} == {"delta_weight_sync.trl.patches"}
+    assert all(getattr(*place).__module__.startswith("delta_weight_sync.trl.") for place in PATCHED)
 
 
 def test_it_ends_with_all_published_and_can_begin_again(base, tmp_path):

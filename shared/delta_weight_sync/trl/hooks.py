@@ -31,8 +31,8 @@ def _every_rank(probe: Probe) -> None:
 
 
 def _attention(probe: Probe) -> None:
-    """`patches` replaces the FlashAttention kernel from the Hub, and adds the CPU to the table of peak
-    throughputs. (trl/0005 and trl/0003 would end the two.)"""
+    """`cpu` replaces the FlashAttention kernel from the Hub, and the table of peak throughputs, which has no
+    CPU. (trl/0005 and trl/0003 would end the two.)"""
     probe.exactly(_PACKING, "_flash_attn")
     probe.find(_TRAINER, "get_peak_flops_per_device")
 
