@@ -22,7 +22,7 @@ from bench.fleet.machines import Fleet, Scenario
 from bench.results import ROOT, SCRATCH, Results
 from delta_weight_sync.runlog import CommitEvent, RunLogReader, SyncEvent
 from delta_weight_sync.store import open_bucket
-from inference_space.vllm_server import MODEL_NAME
+from delta_weight_sync.vllm import MODEL_NAME
 from trainer.demo.__main__ import RUN
 from trainer.demo.processes import free_port
 from trainer.observe import POKE_PATH

@@ -19,7 +19,8 @@ import psutil
 
 from bench.memory import Memory
 from delta_weight_sync import gpu_build
-from delta_weight_sync.vllm import METHOD, die_with_parent
+from delta_weight_sync.ending import die_with_parent
+from delta_weight_sync.vllm import METHOD
 from trainer.demo.processes import free_port
 
 # What `vllm serve` calls. Not `-m`, nor a file: the engine's process would import it again.

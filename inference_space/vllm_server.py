@@ -24,12 +24,12 @@ from delta_weight_sync import gpu_build
 from delta_weight_sync.errors import EngineError
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PublicKeys
+from delta_weight_sync.vllm import MODEL_NAME
 from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
 from inference_space.settings import Settings
 
-MODEL_NAME = "policy"
 # On a CPU, the worker runs in the engine's process, because two processes would busy-wait on the same cores.
 # The executor is named by its class, because vLLM overrides the short name.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

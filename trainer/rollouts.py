@@ -31,11 +31,11 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, Rollo
 
 from delta_weight_sync import RolloutError
 from delta_weight_sync.trl.trainer import Progress
+from delta_weight_sync.vllm import MODEL_NAME
 from trainer import spaces
 from trainer.spaces import Fleet, SpacesUnavailableError
 from trainer.tasks import Task
 
-MODEL_NAME = "policy"  # the name under which every replica serves its model
 UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync is not known for sure
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)

@@ -1,4 +1,4 @@
-"""Ends the process after a signal, even while a library's compiled code keeps all of its threads.
+"""Ends the process after a signal or with its parent, even while compiled code keeps all of its threads.
 
 Python runs a signal's handler in the main thread, between two steps of Python. While the main thread waits
 in compiled code, such as a request to an S3 store, no handler runs, for minutes if the store is silent. But
@@ -6,6 +6,7 @@ Python writes the signal's number to a file immediately, and a thread that reads
 """
 
 import atexit
+import ctypes
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
+_PR_SET_PDEATHSIG: Final = 1  # of prctl
 _CLEAN_S: Final = 1.0  # seconds before the end, to remove temporary folders
 
 groups: Final = set[int]()  # process groups that end together with this process
@@ -57,3 +59,13 @@ def end_after_signals(seconds: float, codes: Mapping[int, int]) -> None:
         end_in(seconds, codes[number])
 
     threading.Thread(target=wait, name="ending", daemon=True).start()
+
+
+def die_with_parent(parent: int) -> None:
+    """Let Linux kill this process when the thread that started it (in process `parent`) ends.
+
+    The signal is SIGKILL: a vLLM server that waits for an engine which has already ended survives SIGTERM.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)

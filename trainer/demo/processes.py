@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from delta_weight_sync.vllm import die_with_parent
+from delta_weight_sync.ending import die_with_parent
 
 _TIMEOUT_S = 15.0  # time for the children to end after SIGTERM
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

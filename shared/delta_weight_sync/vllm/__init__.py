@@ -1,8 +1,5 @@
 """The part of the library that runs inside vLLM and brings versions from the bucket into live parameters."""
 
-import ctypes
-import os
-import signal
 from typing import Any
 
 from delta_weight_sync import compat
@@ -10,7 +7,9 @@ from delta_weight_sync.vllm import hooks
 
 METHOD = "delta_weight_sync"  # name of the method that the plugin adds to every vLLM worker: see `worker`
 PAUSE = "DELTA_WEIGHT_SYNC_PAUSE"
-_PR_SET_PDEATHSIG = 1
+# The name under which the Space serves the policy, and under which `trainer` asks for it. It is stated here,
+# because apps do not import each other.
+MODEL_NAME = "policy"
 
 
 def commits_between_steps() -> bool:
@@ -24,14 +23,6 @@ def commits_between_steps() -> bool:
 
 def takes_images(model_config: Any) -> bool:
     """Whether a model takes images or other media; in vLLM 0.29 and 0.30, whether its class can take them."""
-    return bool(getattr(model_config, "supports_multimodal_inputs", model_config.is_multimodal_model))
-
-
-def die_with_parent(parent: int) -> None:
-    """Let Linux kill this process when the thread that started it (in process `parent`) ends.
-
-    The signal is SIGKILL: a vLLM server that waits for an engine which has already ended survives SIGTERM.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+    if hasattr(model_config, "supports_multimodal_inputs"):
+        return bool(model_config.supports_multimodal_inputs)
+    return bool(model_config.is_multimodal_model)

@@ -10,8 +10,9 @@ import os
 import sys
 
 from delta_weight_sync import compat
+from delta_weight_sync.ending import die_with_parent
 from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.vllm import METHOD, commits_between_steps, die_with_parent, hooks
+from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks
 
 NAME = "delta_weight_sync"
 _log = logging.getLogger(NAME)
