@@ -2,10 +2,9 @@
 
 import contextlib
 import itertools
-import re
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,29 +17,29 @@ from delta_weight_sync.runlog import METRICS, ReplicaEvent, ReplicaReport, Rollo
 from delta_weight_sync.util import Guard
 from trainer import spaces
 from trainer.spaces import Fleet
+from trainer.tasks import Rates, Turns
 
 POKE_PATH = "/delta_weight_sync/poke"
 POKE_TIMEOUT_S = 5.0
 _POLL_S = 1.0
-_GUESS = re.compile(r"(?:[a-z]\d[+?-])+")  # how Wordle answers a guess, such as "c1-r2?a3+n4-e5-"
 _GROUP_EVERY_S = 5.0
 _ASKED_AT_ONCE = 16  # replicas
-_RATES = 2  # metrics that `StepRecorder` adds
 
 
 class StepRecorder(TrainerCallback):
-    """Writes TRL's metrics to the log. Also writes a group of rollouts, at most every few seconds.
+    """Writes TRL's metrics and the task's rates to the log, and every few seconds a group of rollouts.
 
     Before step 1, groups are logged as step 0, so that the dashboard shows rollouts early. A recorder takes
-    the place of TRL's queue of samples, so the recorder sees the groups and counts the games.
+    the place of TRL's queue of samples, so the recorder sees all samples.
     """
 
-    def __init__(self, log: RunLogWriter, samples: Any) -> None:
-        self._log, self._samples = log, samples
+    def __init__(self, log: RunLogWriter, samples: Any, rates: Rates) -> None:
+        self._log, self._samples, self._rates = log, samples, rates
         self._current: list[Any] = []  # the group that is arriving
         self._complete: list[Any] = []  # the newest complete group; empty once it is in the log
         self._group_due = 0.0
-        self._seen = Counter[str]()  # counts of samples, games and guesses since the last logged step
+        self._taken = 0  # samples since the last logged step
+        self._counts: dict[str, tuple[int, int]] = {}  # of these samples, by the name of the task's rate
         self._guard = Guard("the record of a step")
         self._before_first = False  # whether no step of this run is in the log yet
 
@@ -57,15 +56,12 @@ class StepRecorder(TrainerCallback):
         if self._current and self._current[0].group_id != sample.group_id:
             self._complete, self._current = self._current, []
             if self._before_first and time.monotonic() >= self._group_due:
-                self._append(0, {"sample/taken": float(self._seen["samples"])})
+                self._append(0, {"sample/taken": float(self._taken)})
         self._current.append(sample)
-        self._seen["samples"] += 1
-        answers = [answer for _, answer in _turns(sample.completion)]
-        guesses = [match for answer in answers if (match := _GUESS.match(answer))]
-        invalid = sum("not a word" in answer for answer in answers)
-        if guesses or invalid:
-            solved = any(set(guess[0][2::3]) == {"+"} for guess in guesses)
-            self._seen.update(games=1, solved=solved, guesses=len(guesses) + invalid, invalid=invalid)
+        self._taken += 1
+        for name, (count, total) in self._rates(_turns(sample.completion)).items():
+            earlier_count, earlier_total = self._counts.get(name, (0, 0))
+            self._counts[name] = earlier_count + count, earlier_total + total
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._before_first = not state.global_step
@@ -76,14 +72,14 @@ class StepRecorder(TrainerCallback):
 
     def _note_step(self, step: int, logs: Mapping[str, Any]) -> None:
         found = ((key, n) for key, value in logs.items() if (n := _number(value)) is not None)
-        metrics = dict(itertools.islice(found, METRICS - _RATES))
+        rates = {name: count / total for name, (count, total) in self._counts.items() if total}
+        metrics = dict(itertools.islice(found, METRICS - len(rates)))
         if "reward" not in metrics:
             return
-        seen, self._seen, self._before_first = self._seen, Counter(), False
-        if seen["games"]:
-            metrics["games/solve_rate"] = seen["solved"] / seen["games"]
-            metrics["games/invalid_rate"] = seen["invalid"] / seen["guesses"]
-        self._append(step, metrics)
+        self._taken = 0
+        self._counts = {}
+        self._before_first = False
+        self._append(step, metrics | rates)
 
     def _append(self, step: int, metrics: dict[str, float]) -> None:
         group: list[Any] = []
@@ -105,8 +101,8 @@ class StepRecorder(TrainerCallback):
         self._log.append(event)
 
 
-def _turns(completion: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """What the policy wrote in each turn, and what the environment answered."""
+def _turns(completion: Sequence[dict[str, Any]]) -> Turns:
+    """Return a conversation as the log shows it."""
     turns: list[tuple[str, str]] = []
     for message in completion:
         if message["role"] == "assistant":

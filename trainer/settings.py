@@ -7,10 +7,6 @@ from delta_weight_sync.codec import Encoding
 from delta_weight_sync.publish.mirror import Place
 
 TASKS = ("wordle", "reverse_text", "brevity")  # modules of `trainer.tasks`
-WORDLE_PROMPT = """You are playing Wordle. Find the secret five-letter word in at most six guesses.
-Call the tool `guess` with one five-letter English word per turn. Each answer repeats your letters with their
-position and a mark: + right letter in the right place, ? right letter in another place, - not in the word.
-Example: `c1-r2?a3+n4-e5-`. A guess that is not a word costs a turn. Use what the marks tell you."""
 
 
 def _option(help_text: str, default: Any = MISSING) -> Any:
@@ -27,7 +23,7 @@ class Settings:
     run: str = _option("Name of the run. Its objects are stored below runs/<run>/ in the bucket.")
     task: str = _option(f"What to train on: {', '.join(TASKS)}.", "wordle")
     env_url: str = _option("URL of the Wordle Space (task 'wordle').", "")
-    prompt: str = _option("Prompt of each game (task 'wordle').", WORDLE_PROMPT)
+    prompt: str = _option("Prompt of each game (task 'wordle'); default: the rules of Wordle.", "")
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
     mirror: Place = field(default="host", metadata={"help": "Where the mirror (bf16 copy of weights) is."})
     keep: str = _option("How much of the run the bucket keeps, such as '20GB' or '7d'; default: all.", "")

@@ -23,6 +23,7 @@ from delta_weight_sync.store.ledger import Ledger, Traffic
 from tests.support.waiting import soon
 from trainer import observe
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
+from trainer.tasks import no_rates
 
 VERSIONS = 100
 FAULT = "the observer is broken"
@@ -236,7 +237,7 @@ def test_the_trainers_own_observers_fail_alone(
     fleet: Any = BrokenFleet()
     log: Any = SimpleNamespace(append=fails)
     sample = SimpleNamespace(group_id=1, completion=None)
-    recorder = StepRecorder(log, SimpleNamespace(get=lambda: sample))
+    recorder = StepRecorder(log, SimpleNamespace(get=lambda: sample), no_rates)
     with caplog.at_level(logging.WARNING):
         pokes = Pokes(fleet)
         watch = ReplicaWatch(fleet, log)

@@ -19,6 +19,7 @@ from tests.trainer.test_spaces import watch
 from trainer import observe
 from trainer.observe import Pokes, StepRecorder
 from trainer.spaces import Fleet
+from trainer.tasks import Turns, wordle
 
 KEY = "the-key-of-this-deployment"
 CRANE, PLUMB = "c1-r2?a3+n4-e5-", "p1+l2+u3+m4+b5+"
@@ -107,7 +108,7 @@ def test_a_group_and_its_rates_reach_the_log_of_a_new_run_before_its_first_step(
     samples.put(sample(1, 0.2, ("zzzzz", "zzzzz: not a word"), ("crane", CRANE)))
     samples.put(sample(2, 0.4, ("crane", CRANE)))
     log = RunLogWriter(bucket, "wordle", WRITER)
-    recorder = StepRecorder(log, samples)
+    recorder = StepRecorder(log, samples, wordle.rates)
     recorder.on_train_begin(None, SimpleNamespace(global_step=done), None)
     assert [recorder.get(timeout=60).group_id for _ in range(3)] == [1, 1, 2]
     assert recorder.qsize() == 0, "everything else is the queue's"
@@ -122,3 +123,25 @@ def test_a_group_and_its_rates_reach_the_log_of_a_new_run_before_its_first_step(
     assert [(rollout.reward, rollout.sync) for rollout in group.rollouts] == [(1.5, 3), (0.2, 3)]
     assert group.rollouts[0].turns == (("crane", CRANE), ("plumb", PLUMB))
     assert step.metrics == {"reward": 0.7, "games/solve_rate": 0.333333, "games/invalid_rate": 0.2}
+
+
+def test_the_rates_of_a_step_are_those_of_its_own_conversations(tmp_path):
+    """A task counts what it likes; a rate of nothing is left out."""
+
+    def rates(turns: Turns) -> dict[str, tuple[int, int]]:
+        return {"chats/asked_twice": (len(turns) == 2, 1), "chats/never": (0, 0)}
+
+    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
+    samples: queue.Queue[RolloutSample] = queue.Queue()
+    log = RunLogWriter(bucket, "chats", WRITER)
+    recorder = StepRecorder(log, samples, rates)
+    for step, lengths in enumerate([(1, 2), (2, 2)], 1):
+        for length in lengths:
+            samples.put(sample(step, 1.0, *[("why", "because")] * length))
+            recorder.get(timeout=60)
+        recorder.on_log(None, SimpleNamespace(global_step=step), None, {"reward": 1.0})
+    log.close()
+    steps = RunLogReader(bucket, "chats").poll()
+    assert [step.metrics for step in steps] == [
+        {"reward": 1.0, "chats/asked_twice": rate} for rate in (0.5, 1.0)
+    ]

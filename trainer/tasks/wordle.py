@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import re
 import time
 import uuid
 from typing import Annotated, Any
@@ -14,12 +15,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer import spaces
 from trainer.settings import Settings
-from trainer.tasks import Task
+from trainer.tasks import Task, Turns
+
+PROMPT = """You are playing Wordle. Find the secret five-letter word in at most six guesses.
+Call the tool `guess` with one five-letter English word per turn. Each answer repeats your letters with their
+position and a mark: + right letter in the right place, ? right letter in another place, - not in the word.
+Example: `c1-r2?a3+n4-e5-`. A guess that is not a word costs a turn. Use what the marks tell you."""
 
 _RETRY_S = 600.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 _RETRIED = (408, 425, 429)  # and all from 500 on: what the Hub may answer while a Space starts
 _MAX_ANSWER = 64 << 10  # bytes
+_MARKED = re.compile(r"(?:[a-z]\d[+?-])+")  # how the game answers a valid guess, such as "c1-r2?a3+n4-e5-"
 
 
 class Played(BaseModel):
@@ -141,8 +148,19 @@ def make_dataset(prompt: str, games: int, seed: int) -> Dataset:
     return Dataset.from_dict({"prompt": [message] * games, "seed": [seed * games + i for i in range(games)]})
 
 
+def rates(turns: Turns) -> dict[str, tuple[int, int]]:
+    """Whether the game was solved, and how many of its guesses were invalid."""
+    answers = [answer for _, answer in turns]
+    marked = [match[0] for answer in answers if (match := _MARKED.match(answer))]
+    invalid = sum("not a word" in answer for answer in answers)
+    if not marked and not invalid:  # the policy made no guess
+        return {}
+    solved = any(set(marks[2::3]) == {"+"} for marks in marked)
+    return {"games/solve_rate": (solved, 1), "games/invalid_rate": (invalid, len(marked) + invalid)}
+
+
 def make_task(settings: Settings, prompts: int, seed: int) -> Task:
     if not settings.env_url:
         raise SystemExit("--task wordle needs --env_url <URL of the Wordle Space>")
-    dataset = make_dataset(settings.prompt, prompts, seed)
-    return Task(dataset, [], functools.partial(WordleEnv, settings.env_url))
+    dataset = make_dataset(settings.prompt or PROMPT, prompts, seed)
+    return Task(dataset, [], functools.partial(WordleEnv, settings.env_url), rates)
