@@ -24,7 +24,8 @@ from trainer.policies import held_out, imitation, smollm2, wordle_policy
 from trainer.policies.tokens import build_tokenizer
 from trainer.policies.wordle_policy import Teacher, read_words, secrets_of
 
-WORDS = read_words(imitation._WORDS)
+WORDS = read_words(Path(env.__file__).parent / "words" / "answers-5.txt")
+PLAYED = imitation.wordle(WORDS, env.Game)
 WORDLE = Path(policies.__file__).parent / "wordle-tiny"
 
 
@@ -36,10 +37,9 @@ def base(tmp_path_factory):
 
 def test_a_policy_learns_what_it_writes_itself_and_nothing_else():
     tokenizer = build_tokenizer()
-    taught = imitation.TASKS["wordle"]
     tokenizer.chat_template = smollm2.SYSTEM_TEMPLATE + smollm2.CHAT_TEMPLATE
-    chat = next(imitation.games(tokenizer, seed=0))
-    ids, own = imitation.row(tokenizer, chat, taught.tools)
+    chat = next(PLAYED.chats(tokenizer, 0))
+    ids, own = imitation.row(tokenizer, chat, PLAYED.tools)
     words = [message["tool_calls"][0]["function"]["arguments"]["word"] for message in chat[1:-1:2]]
     call = '<tool_call>\n{{"name": "guess", "arguments": {{"word": "{}"}}}}\n</tool_call><|im_end|>'
     assert tokenizer.decode([ids[place] for place in own]) == "".join(map(call.format, words)) + "<|im_end|>"
@@ -55,14 +55,14 @@ def test_a_reversal_is_shown_with_its_answer():
 
 
 def test_no_game_that_is_shown_has_a_held_out_secret():
-    shown = itertools.islice(imitation.games(build_tokenizer(), seed=0), 300)
+    shown = itertools.islice(PLAYED.chats(build_tokenizer(), 0), 300)
     solved = [chat for chat in shown if "+2+3+4+5+" in "".join(chat[-2]["content"][1::2])]
     secrets = {chat[-2]["content"][:10:2] for chat in solved}
     assert secrets <= set(secrets_of(WORDS))
 
 
 def test_imitation_changes_matrices_by_a_low_rank_and_nothing_else(base, tmp_path):
-    imitation.teach(base, "wordle", tmp_path / "adapter", steps=2)
+    imitation.teach(base, PLAYED, tmp_path / "adapter", steps=2)
     before, after = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) for _ in range(2))
     after = smollm2.with_adapter(after, tmp_path / "adapter")
     changes = {name: weight - before.get_parameter(name) for name, weight in after.named_parameters()}
@@ -75,7 +75,7 @@ def test_imitation_changes_matrices_by_a_low_rank_and_nothing_else(base, tmp_pat
 def test_the_recipe_is_reproducible_and_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(wordle_policy, "BATCH", 2)
     for name, seed in [("one", 0), ("two", 0), ("other", 1)]:
-        wordle_policy.build(WORDS, tmp_path / name, seed, steps=2)
+        wordle_policy.build(WORDS, tmp_path / name, seed, env.Game, steps=2)
     one, two, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two", "other"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not all(torch.equal(one[name], other[name]) for name in one)
@@ -88,10 +88,10 @@ def test_no_secret_of_the_warm_start_is_one_of_the_held_out_words():
 
 
 def test_a_teacher_is_mediocre():
-    teacher = Teacher(env.answers(), wordle_policy.MEMORY)
+    teacher = Teacher(env.answers(), wordle_policy.MEMORY, env.Game)
     rng = random.Random(0)
     secrets = [rng.choice(env.answers()) for _ in range(200)]
-    solved = [teacher.game(secret, rng)[-1].text == secret for secret in secrets]
+    solved = [teacher.play(secret, rng)[-1].text == secret for secret in secrets]
     assert 0.1 < sum(solved) / len(solved) < 0.3
 
 

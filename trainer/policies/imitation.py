@@ -1,17 +1,15 @@
 """Teaches SmolLM2 a task by imitation, before RL: a low-rank change of its weights, small enough to ship.
 
-    python -m trainer.policies.imitation --task reverse_text --out trainer/policies/smollm2-reverse-text
-
-A policy that has never seen the form of a task earns nothing on it, and RL cannot improve what always earns
-nothing. So the policy first sees some right answers: their form, and a little of how to find them.
+`python -m bench.policies smollm2` runs this recipe. A policy that has never seen the form of a task earns
+nothing on it, and RL cannot improve what always earns nothing. So the policy first sees some right answers:
+their form, and a little of how to find them.
 """
 
-import argparse
 import itertools
 import random
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from trainer.policies import smollm2
 from trainer.policies.tokens import PROMPT
-from trainer.policies.wordle_policy import Teacher, read_words, secrets_of
+from trainer.policies.wordle_policy import NewGame, Teacher, secrets_of
 from trainer.tasks import reverse_text
 from trainer.tasks.wordle import WordleEnv
 
@@ -32,7 +29,6 @@ RANK = 8
 RATE = 1e-3
 STEPS = 100
 
-_WORDS = Path(__file__).parents[2] / "env_space" / "words" / "answers-5.txt"
 _OTHER_SEED = 1 << 20  # so that RL with the same seed does not start with the same texts
 _TEXTS = 1 << 14
 _WARM_UP = 10  # steps
@@ -47,15 +43,14 @@ def reversals(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Chat]:
         yield [*reverse_text.chat(text), answer]
 
 
-def games(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Chat]:
+def games(words: list[str], game: NewGame, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Chat]:
     """Games of players that forget nothing; no secret is a held-out word."""
-    words = read_words(_WORDS)
     rng = random.Random(seed)
-    teacher = Teacher(words, memory=1.0)
+    teacher = Teacher(words, 1.0, game)
     secrets = secrets_of(words)
     while True:
         chat: Chat = [{"role": "user", "content": PROMPT}]
-        for guess in teacher.game(rng.choice(secrets), rng):
+        for guess in teacher.play(rng.choice(secrets), rng):
             call = {"name": "guess", "arguments": {"word": guess.text}}
             chat.append({"role": "assistant", "content": "", "tool_calls": [{"function": call}]})
             chat.append({"role": "tool", "name": "guess", "content": guess.reply})
@@ -71,10 +66,12 @@ class Taught:
     tools: list[Any]
 
 
-TASKS = {
-    "reverse_text": Taught(reversals, 32, []),
-    "wordle": Taught(games, 4, [get_json_schema(WordleEnv.guess)]),
-}
+REVERSE_TEXT = Taught(reversals, 32, [])
+
+
+def wordle(words: list[str], game: NewGame) -> Taught:
+    """The task of playing `game` with `words`, as `read_words` orders them."""
+    return Taught(partial(games, words, game), 4, [get_json_schema(WordleEnv.guess)])
 
 
 def row(tokenizer: PreTrainedTokenizerBase, chat: Chat, tools: list[Any]) -> tuple[list[int], list[int]]:
@@ -93,11 +90,10 @@ def row(tokenizer: PreTrainedTokenizerBase, chat: Chat, tools: list[Any]) -> tup
     return ids, own
 
 
-def teach(base: Path, task: str, out: Path, *, seed: int = 0, steps: int = STEPS) -> None:
-    """Teach `base` the task and write the adapter to `out`."""
+def teach(base: Path, taught: Taught, out: Path, *, seed: int = 0, steps: int = STEPS) -> None:
+    """Teach `base` a task and write the adapter to `out`."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    taught = TASKS[task]
     rows = (row(tokenizer, chat, taught.tools) for chat in taught.chats(tokenizer, seed))
     adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
@@ -126,21 +122,3 @@ def _loss(model: PreTrainedModel, rows: list[tuple[list[int], list[int]]]) -> to
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[which, where - 1])
     return cross_entropy(logits.float(), ids[which, where])
-
-
-def main() -> None:
-    """Teach a task."""
-    parser = argparse.ArgumentParser(description="Teach SmolLM2 a task by imitation.")
-    parser.add_argument("--task", choices=TASKS, required=True)
-    parser.add_argument("--out", required=True, type=Path, help="folder to write the adapter to")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # the same sums, and so the same weights, on any number of cores
-    with tempfile.TemporaryDirectory() as scratch:
-        base = smollm2.build(Path(scratch) / "smollm2")
-        teach(base, options.task, options.out, seed=options.seed, steps=options.steps)
-
-
-if __name__ == "__main__":
-    main()

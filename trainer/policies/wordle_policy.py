@@ -1,20 +1,18 @@
 """Builds and warm-starts the small Wordle policy that the default run trains further.
 
-    python -m trainer.policies.wordle_policy --words env_space/words/answers-5.txt \\
-        --out trainer/policies/wordle-tiny
-
-It imitates mediocre players (`Teacher`) that can spell every answer of the environment but remember only part
-of the marks at each guess. None of their games has a secret from the held-out tenth. Such players agree on
-the words that fit all marks, and that is what RL can find in their imitator.
+`python -m bench.policies wordle-tiny` runs this recipe, with the environment's game. The policy imitates
+mediocre players (`Teacher`) that can spell every answer of the environment but remember only part of the
+marks at each guess. None of their games has a secret from the held-out tenth. Such players agree on the words
+that fit all marks, and that is what RL can find in their imitator.
 """
 
-import argparse
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +20,6 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from env_space.game import Game
 from trainer.policies.tokens import WordleTokens, build_wordle_tokenizer
 
 HELD_OUT_SHARE = 10  # one word in ten is never a secret, as in the environment's training games
@@ -46,6 +43,29 @@ def secrets_of(words: list[str]) -> list[str]:
     return words[: len(words) - len(words) // HELD_OUT_SHARE]
 
 
+class Move(Protocol):
+    """A guess and the game's answer to it, as `env_space.game.Move`."""
+
+    @property
+    def observation(self) -> str: ...
+    @property
+    def feedback(self) -> str: ...
+    @property
+    def valid(self) -> bool: ...
+
+
+class Game(Protocol):
+    """A game of Wordle, as `env_space.game.Game`."""
+
+    @property
+    def over(self) -> bool: ...
+    def guess(self, word: str) -> Move: ...
+
+
+NewGame = Callable[[str, frozenset[str]], Game]
+"""Starts a game with this secret and these valid words."""
+
+
 @dataclass(frozen=True)
 class Guess:
     """A guess, the game's answer, and the words that it was drawn from; none for a misspelled guess."""
@@ -58,8 +78,9 @@ class Guess:
 class Teacher:
     """Guesses any word that fits the marks it remembers: each earlier mark with a probability of `memory`."""
 
-    def __init__(self, words: Sequence[str], memory: float) -> None:
+    def __init__(self, words: Sequence[str], memory: float, game: NewGame) -> None:
         self.words = words
+        self._new_game = game
         self.letters = np.array([[ascii_lowercase.index(letter) for letter in word] for word in words])
         self._memory = memory
         self._known = frozenset(words)
@@ -67,9 +88,9 @@ class Teacher:
         self._at: NDArray[np.bool_] = self.letters.T[None] == alphabet[:, None, None]  # [letter, place, word]
         self._has: NDArray[np.bool_] = self._at.any(1)  # [letter, word]
 
-    def game(self, secret: str, rng: random.Random) -> list[Guess]:
+    def play(self, secret: str, rng: random.Random) -> list[Guess]:
         """Play one game; returns its guesses."""
-        game = Game(secret, self._known)
+        game = self._new_game(secret, self._known)
         guesses = list[Guess]()
         seen: list[NDArray[np.bool_]] = []
         while not game.over:
@@ -156,12 +177,14 @@ class Row:
 class WarmStart:
     """Imitates a teacher: the probabilities with which it draws each letter, not only the letter it drew."""
 
-    def __init__(self, model: Qwen3ForCausalLM, tokens: WordleTokens, words: list[str], seed: int) -> None:
+    def __init__(
+        self, model: Qwen3ForCausalLM, tokens: WordleTokens, words: list[str], seed: int, game: NewGame
+    ) -> None:
         self._model = model
         self._tokens = tokens
         self._rng = random.Random(seed)
         self._secrets = secrets_of(words)
-        self._teacher = Teacher(words, MEMORY)
+        self._teacher = Teacher(words, MEMORY, game)
         self._optimizers = _optimizers(model)
 
     def learn(self, steps: int) -> None:
@@ -198,7 +221,7 @@ class WarmStart:
     def _row(self, secret: str) -> Row:
         ids = list(self._tokens.prompt)
         targets = dict[int, dict[int, float]]()
-        for guess in self._teacher.game(secret, self._rng):
+        for guess in self._teacher.play(secret, self._rng):
             turn = self._tokens.call(guess.text)
             if len(guess.possible):
                 here = range(len(ids) - 1, len(ids) + len(turn) - 1)
@@ -235,26 +258,11 @@ def _schedule(progress: float) -> float:
     return min(1.0, progress * 20 + 0.02) * (1 - max(0.0, progress - 0.3) / 0.7)
 
 
-def build(words: list[str], out: Path, seed: int, steps: int = STEPS) -> None:
+def build(words: list[str], out: Path, seed: int, game: NewGame, steps: int = STEPS) -> None:
     """Warm-start a policy for `words` and save it as a bf16 checkpoint folder."""
     tokenizer = build_wordle_tokenizer()
     tokens = WordleTokens(tokenizer)
     model = build_model(len(tokenizer), tokens, seed)
-    WarmStart(model, tokens, words, seed).learn(steps)
+    WarmStart(model, tokens, words, seed, game).learn(steps)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def main() -> None:
-    """Run the recipe."""
-    parser = argparse.ArgumentParser(description="Build and warm-start the small Wordle policy.")
-    parser.add_argument("--words", required=True, type=Path, help="file of answers, one per line")
-    parser.add_argument("--out", required=True, type=Path, help="folder to write the checkpoint to")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # the same sums, and so the same weights, on any number of cores
-    build(read_words(options.words), options.out, options.seed)
-
-
-if __name__ == "__main__":
-    main()
