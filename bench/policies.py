@@ -22,8 +22,8 @@ WORDS = ROOT / "env_space" / "words" / "answers-5.txt"
 
 
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.policies", description=__doc__)
+    """Repeat the imitation that a policy begins with."""
+    parser = argparse.ArgumentParser(prog="python -m bench.policies", description=main.__doc__)
     commands = parser.add_subparsers(required=True)
     tiny = commands.add_parser("wordle-tiny", help="build and warm-start the small Wordle policy")
     tiny.add_argument("--words", default=WORDS, type=Path, help="file of answers, one per line")
