@@ -64,7 +64,7 @@ def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(follower, r
 
 def test_a_replica_whose_files_are_deleted_under_it_heals_in_place(follower, run, vllm, bucket, monkeypatch):
     """It has read a manifest; before it fetches, much is published, and what it was to fetch is deleted."""
-    monkeypatch.setattr("delta_weight_sync.records.WINDOW", 2)
+    monkeypatch.setattr("delta_weight_sync.records.recipes.WINDOW", 2)
     fetch = bucket.fetch
 
     def too_late(*arguments: Any) -> str:
