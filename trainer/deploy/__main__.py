@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.doctor import Setup, examine
 from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
-from trainer.deploy.plan import CHECKOUT, MARK, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, write
+from trainer.deploy.plan import CHECKOUT, MARK, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, stage_page, write
 
 Arguments = argparse.Namespace
 _CONFIG = CHECKOUT / "trainer" / "configs" / "qwen3_0_6b.yaml"
@@ -68,14 +69,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(api: HfApi, arguments: Arguments) -> None:
-    owner, name, private = arguments.owner, arguments.name, not arguments.public
     if arguments.static:
-        page = SpacePlan(f"{owner}/{name}{hub.PAGE}", arguments.static, MARK, (), "", None, private)
-        hub.Account(api).require_write(owner)
-        (space,) = hub.apply(api, owner, name, [page], {})
-        reach = ", which only accounts with access can open" if private else f", {space.url}"
-        print(f"\npage         {api.endpoint}/spaces/{space.repo_id}{reach}")
+        _up_page(api, arguments)
         return
+    owner, name = arguments.owner, arguments.name
     options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
     trusted = ""  # replicas check no signatures
     if not arguments.unsigned:
@@ -87,18 +84,56 @@ def _up(api: HfApi, arguments: Arguments) -> None:
         print(f"{folder} holds the files that `up` would upload, and plan.json; nothing was changed")
         return
     hub.Account(api).require_write(owner)
-    token = hub.require_read_only(api, os.environ.get("SPACE_HF_TOKEN", ""))
-    key = os.environ["SPACE_KEY"] = keys.space_key(owner)  # this process sends the key to the Spaces
+    token = os.environ.get("SPACE_HF_TOKEN", "")
+    hub.require_read_only(api, token)
+    existing = spaces_of(api, owner, name)
+    key = keys.space_key(owner)
     if trusted == NO_KEY_YET:
-        plans = make_plan(owner, name, **options, trusted=_new_signing_key(api, owner, name))
-    made = hub.apply(api, owner, name, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})
-    wait_until_healthy(api, made, (key, token))
-    print(_summary(arguments, plans, [space.url for space in made]))
+        plans = make_plan(owner, name, **options, trusted=_new_signing_key(existing, owner, name))
+    _put_all(api, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})
+    planned = {plan.repo_id for plan in plans}
+    for space in existing:
+        if not space.is_page and space.repo_id not in planned:
+            what = f"delete {space.repo_id}, which is not in the plan"
+            make_change(what, api.delete_repo, space.repo_id, repo_type="space")
+    apps = [hub.read_space(api, plan.repo_id) for plan in plans]
+    for app in apps:
+        if (stage := app.runtime.stage) in (*hub.PAUSED, *hub.BROKEN):
+            make_change(f"restart {app.repo_id} ({stage})", api.restart_space, app.repo_id)
+    os.environ["SPACE_KEY"] = key
+    hub.send_key_to(apps)
+    wait_until_healthy(api, apps, (key, token))
+    print(_summary(arguments, plans, [app.url for app in apps]))
 
 
-def _new_signing_key(api: HfApi, owner: str, name: str) -> str:
+def _put_all(api: HfApi, plans: list[SpacePlan], secrets: hub.Secrets) -> None:
+    bucket = plans[-1].variables["REPLICA_BUCKET"].removeprefix("hf://buckets/")
+    with tempfile.TemporaryDirectory() as staged:
+        # Before the first change, because this refuses files that git does not track.
+        write(plans, Path(staged))
+        what = f"create the bucket {bucket} (private), unless it exists"
+        make_change(what, api.create_bucket, bucket, private=True, exist_ok=True)
+        for plan in plans:
+            hub.put_space(api, plan, Path(staged, plan.folder), secrets)
+
+
+def _up_page(api: HfApi, arguments: Arguments) -> None:
+    owner, name, private = arguments.owner, arguments.name, not arguments.public
+    plan = SpacePlan(f"{owner}/{name}{hub.PAGE}", "page", MARK, (), "", None, private)
+    hub.Account(api).require_write(owner)
+    spaces_of(api, owner, name)  # raises if the Space is not ours
+    with tempfile.TemporaryDirectory() as staged:
+        folder = Path(staged, plan.folder)
+        stage_page(arguments.static, folder)
+        hub.put_space(api, plan, folder, {})
+    url = hub.read_space(api, plan.repo_id).url
+    reach = ", which only accounts with access can open" if private else f", {url}"
+    print(f"\npage         {api.endpoint}/spaces/{plan.repo_id}{reach}")
+
+
+def _new_signing_key(existing: Sequence[Space], owner: str, name: str) -> str:
     file = keys.signing_file(owner, name)
-    for space in spaces_of(api, owner, name):
+    for space in existing:
         if trusted := space.variables.get(PUBLIC_KEY):
             problem = f"{space.repo_id} trusts {PublicKeys(trusted)}, but the key's file {file} is missing"
             fix = "copy it to this machine; if it is lost, run `up --unsigned` and then `up` for a new key"
@@ -138,36 +173,39 @@ to train, on a machine with a GPU:
 
 
 def _status(api: HfApi, arguments: Arguments) -> None:
-    print(hub.table(_own_spaces(api, arguments, page=None)))
+    spaces = _own(api, arguments, page=True)
+    hub.send_key_to(spaces)
+    print(hub.table(spaces))
 
 
 def _logs(api: HfApi, arguments: Arguments) -> None:
     prefix = f"{arguments.owner}/{arguments.name}-"
-    found = {space.repo_id.removeprefix(prefix): space for space in _own_spaces(api, arguments)}
+    found = {app.repo_id.removeprefix(prefix): app for app in _own(api, arguments, page=False)}
     if arguments.space not in found:
         raise DeployError(f"there is no Space {prefix}{arguments.space}: choose {', '.join(found)}")
-    space = found[arguments.space]
-    build = "BUILD" in space.runtime.stage or space.runtime.stage == "CONFIG_ERROR"
-    for line in hub.log_lines(api, space.repo_id, build=build):
+    app = found[arguments.space]
+    build = "BUILD" in app.runtime.stage or app.runtime.stage == "CONFIG_ERROR"
+    for line in hub.log_lines(api, app.repo_id, build=build):
         print(hub.masked(line, _known_secrets(arguments.owner)))
 
 
 def _pause(api: HfApi, arguments: Arguments) -> None:
-    for space in _own_spaces(api, arguments):
-        make_change(f"pause {space.repo_id}", api.pause_space, space.repo_id)
+    for app in _own(api, arguments, page=False):
+        make_change(f"pause {app.repo_id}", api.pause_space, app.repo_id)
 
 
 def _resume(api: HfApi, arguments: Arguments) -> None:
-    spaces = _own_spaces(api, arguments)
-    for space in spaces:
-        if space.runtime.stage != "RUNNING":
-            make_change(f"resume {space.repo_id}", api.restart_space, space.repo_id)
-    wait_until_healthy(api, spaces, _known_secrets(arguments.owner))
+    apps = _own(api, arguments, page=False)
+    for app in apps:
+        if app.runtime.stage != "RUNNING":
+            make_change(f"resume {app.repo_id}", api.restart_space, app.repo_id)
+    hub.send_key_to(apps)
+    wait_until_healthy(api, apps, _known_secrets(arguments.owner))
 
 
 def _down(api: HfApi, arguments: Arguments) -> None:
     bucket = f"{arguments.owner}/{arguments.name}"
-    for space in spaces_of(api, arguments.owner, arguments.name, page=None):
+    for space in spaces_of(api, arguments.owner, arguments.name):
         make_change(f"delete {space.repo_id}", api.delete_repo, space.repo_id, repo_type="space")
     if arguments.bucket:
         make_change(f"delete the bucket {bucket}", api.delete_bucket, bucket, missing_ok=True)
@@ -180,14 +218,14 @@ def _doctor(api: HfApi, arguments: Arguments) -> None:
     config = yaml.safe_load(arguments.config.read_text())
     if not (model := arguments.model or config.get("model")):
         raise DeployError(f"{arguments.config} names no model: add --model")
-    owner = arguments.owner or hub.Account(api).name
-    if not examine(Setup(api, owner, arguments.name, model, arguments.hardware, token, config)):
+    if not examine(Setup(api, arguments.owner, arguments.name, model, arguments.hardware, token, config)):
         sys.exit(1)
 
 
-def _own_spaces(api: HfApi, arguments: Arguments, *, page: bool | None = False) -> list[Space]:
-    """Like `spaces_of`, but raises `DeployError` if there are no Spaces."""
-    if not (spaces := spaces_of(api, arguments.owner, arguments.name, page=page)):
+def _own(api: HfApi, arguments: Arguments, *, page: bool) -> list[Space]:
+    """The deployment's apps; with `page`, also the static Space. Raises `DeployError` if there is none."""
+    spaces = [space for space in spaces_of(api, arguments.owner, arguments.name) if page or not space.is_page]
+    if not spaces:
         raise DeployError(f"{arguments.owner} has no Spaces called {arguments.name}-*: run `up` to make them")
     return spaces
 

@@ -8,9 +8,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -34,40 +34,43 @@ _REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20,000 tokens of Qwen3-
 _VLLM_SHARE = 0.92  # of a GPU's memory, vLLM's default
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setup:
-    """What the checks examine. Each fact is requested once, because the Hub limits requests."""
+    """What the checks examine. What several checks need of the Hub is requested once, before the first check.
+
+    `result()` of such a fact returns the fact, or raises the error of its request.
+    """
 
     api: HfApi
-    owner: str
+    owner: str  # user or organization; if it is empty, the owner of the token
     name: str
     model: str  # a Hub id or the folder of a checkpoint
     hardware: str  # of each replica
     space_token: str  # SPACE_HF_TOKEN; may be empty
     config: dict[str, Any]  # the trainer's settings
 
-    @cached_property
-    def account(self) -> hub.Account:
-        return hub.Account(self.api)
+    def __post_init__(self) -> None:
+        with ThreadPoolExecutor() as pool:
+            self.account: Future[hub.Account] = pool.submit(hub.Account, self.api)
+            self.weights: Future[int] = pool.submit(_weights, self.api, self.model)
+            self.owner = self.owner or self.account.result().name
+            # Empty before the first `up`.
+            self.spaces: Future[list[hub.Space]] = pool.submit(hub.spaces_of, self.api, self.owner, self.name)
 
-    @cached_property
-    def spaces(self) -> list[hub.Space]:
-        """The Spaces of the deployment; empty before the first `up`."""
-        return hub.spaces_of(self.api, self.owner, self.name)
 
-    @cached_property
-    def weights(self) -> int:
-        if Path(self.model).is_dir():
-            files = Path(self.model).glob("*.safetensors")
-            counts = (parse_local_safetensors_file_metadata(file).parameter_count for file in files)
-            total = sum(sum(count.values()) for count in counts)
-        else:
-            with explained(f"looking for --model {self.model}"):
-                info = self.api.model_info(self.model)
-            total = info.safetensors.total if info.safetensors else 0
-        if not total:
-            raise DeployError(f"{self.model} has no safetensors files: choose a --model that has them")
-        return total
+def _weights(api: HfApi, model: str) -> int:
+    """The number of the model's weights."""
+    if Path(model).is_dir():
+        files = Path(model).glob("*.safetensors")
+        counts = (parse_local_safetensors_file_metadata(file).parameter_count for file in files)
+        total = sum(sum(count.values()) for count in counts)
+    else:
+        with explained(f"looking for --model {model}"):
+            info = api.model_info(model)
+        total = info.safetensors.total if info.safetensors else 0
+    if not total:
+        raise DeployError(f"{model} has no safetensors files: choose a --model that has them")
+    return total
 
 
 def examine(setup: Setup) -> bool:
@@ -85,19 +88,21 @@ def examine(setup: Setup) -> bool:
 
 
 def _token(setup: Setup) -> str:
-    setup.account.require_write(setup.owner)
-    return f"the token of {setup.account.name} ({setup.account.role}) may write for {setup.owner}"
+    account = setup.account.result()
+    account.require_write(setup.owner)
+    return f"the token of {account.name} ({account.role}) may write for {setup.owner}"
 
 
 def _space_token(setup: Setup) -> str:
-    if not setup.space_token and setup.spaces and not any(space.private for space in setup.spaces):
+    apps = [] if setup.space_token else [space for space in setup.spaces.result() if not space.is_page]
+    if apps and not any(app.private for app in apps):
         return "not set here; only `up` and trainers that use private Spaces need it"
     hub.require_read_only(setup.api, setup.space_token)
     return "SPACE_HF_TOKEN is read-only"
 
 
 def _plan(setup: Setup) -> str:
-    owner, account = setup.owner, setup.account
+    owner, account = setup.owner, setup.account.result()
     payer = account.orgs.get(owner, account.who)
     paid = ("isPro",) if payer is account.who else ("plan", "isEnterprise")  # fields that show a paid plan
     if not any(payer.get(field) for field in paid):
@@ -116,9 +121,9 @@ def _licence(setup: Setup) -> str:
         try:
             setup.api.auth_check(setup.model)
         except GatedRepoError:
-            page = f"{setup.api.endpoint}/{setup.model} as {setup.account.name}"
+            page = f"{setup.api.endpoint}/{setup.model} as {setup.account.result().name}"
             raise DeployError(f"{setup.model} is gated: accept its licence at {page}") from None
-    return f"{setup.account.name} may read {setup.model}"
+    return f"{setup.account.result().name} may read {setup.model}"
 
 
 def _clock(setup: Setup) -> str:
@@ -137,7 +142,7 @@ def _signatures(setup: Setup) -> str:
     in_environment, _ = signing.keys_in(os.environ)
     in_file = keys.read_signing_keys(setup.owner, setup.name)
     signer = in_environment.public if in_environment else in_file and in_file[0]  # a public key
-    replicas = [space for space in setup.spaces if "-replica-" in space.repo_id]
+    replicas = [space for space in setup.spaces.result() if "-replica-" in space.repo_id]
     trusted = {space.repo_id: space.variables.get(signing.PUBLIC_KEY) for space in replicas}
     if not any(trusted.values()):
         return "no replica checks signatures; `up` without --unsigned changes that"
@@ -157,11 +162,12 @@ def _versions(setup: Setup) -> str:
 
 
 def _disk(setup: Setup) -> str:
-    need = f"{setup.model} needs {_DISK_BYTES * setup.weights / _GB:.1f} GB"
+    bytes_needed = _DISK_BYTES * setup.weights.result()
+    need = f"{setup.model} needs {bytes_needed / _GB:.1f} GB"
     for folder, variable in ((Path(HF_HOME), "HF_HOME"), (Path(tempfile.gettempdir()), "TMPDIR")):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
-        if free < _DISK_BYTES * setup.weights:
+        if free < bytes_needed:
             fix = f"free some space, or set {variable} to a folder on a larger disk"
             raise DeployError(f"{existing} has {free / _GB:.1f} GB free, but {need}: {fix}")
     return f"{need}, and there is enough space"
@@ -169,7 +175,7 @@ def _disk(setup: Setup) -> str:
 
 def _replica_gpu(setup: Setup) -> str:
     room = {name: _VLLM_SHARE * spec.gpus * spec.gpu_gb * _GB for name, spec in HARDWARE.items()}
-    need, here = 2 * setup.weights + _REPLICA_MARGIN, room[setup.hardware]
+    need, here = 2 * setup.weights.result() + _REPLICA_MARGIN, room[setup.hardware]
     if need > here:
         fitting = [name for name in room if room[name] >= need]
         cheapest = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default="")

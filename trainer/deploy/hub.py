@@ -1,25 +1,25 @@
-"""The Hub: the rights of a token, the state and health of the Spaces, and the changes that `up` makes.
+"""The Hub: the rights of a token, the Spaces of a deployment, and the changes that `up` makes.
 
 Every call to the Hub goes through huggingface_hub. `explained` turns its errors into a `DeployError`.
 """
 
+import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, SpaceRuntime, get_session
+from huggingface_hub import HfApi, SpaceRuntime, get_session
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     BucketNotFoundError,
     HfHubHTTPError,
     HTTPError,  # of httpx or httpx2, whichever this version of huggingface_hub uses
     LocalTokenNotFoundError,
-    RepositoryNotFoundError,
 )
 from huggingface_hub.utils import logging
 from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -29,12 +29,11 @@ from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.signing import PUBLIC_KEY
 from trainer import spaces
 from trainer.deploy import DeployError
-from trainer.deploy.keys import fingerprint
-from trainer.deploy.plan import MARK, SpacePlan, files
+from trainer.deploy.plan import MARK, SpacePlan
 
 PAGE = "-page"  # ends the name of the static Space, which runs nothing
 PAUSED = ("PAUSED", "STOPPED")
-FAILED = ("NO_APP_FILE", "CONFIG_ERROR", "BUILD_ERROR", "RUNTIME_ERROR")
+BROKEN = ("CONFIG_ERROR", "BUILD_ERROR", "RUNTIME_ERROR")
 _UP = ("healthy", "serving", spaces.NO_VERSION_YET)
 TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface.co/settings/billing"
 PLAN = "Docker Spaces need PRO, Team or Enterprise"
@@ -129,8 +128,8 @@ class Account:
             raise DeployError(f"{problem}: {fix}")
 
 
-def require_read_only(api: HfApi, token: str) -> str:
-    """Return the token if it is read-only, as tokens on a Space must be. Otherwise raise `DeployError`."""
+def require_read_only(api: HfApi, token: str) -> None:
+    """Raise `DeployError` unless `token`, the value of SPACE_HF_TOKEN, is a token that can only read."""
     fix = f"create one of type Read at {TOKENS}"
     if not token:
         use = "replicas read the bucket and trainers open private Spaces with this token"
@@ -139,7 +138,6 @@ def require_read_only(api: HfApi, token: str) -> str:
     if account.may_write():
         problem = f"SPACE_HF_TOKEN may write ({account.role})"
         raise DeployError(f"{problem}, but a token on a Space must be read-only: {fix}")
-    return token
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,6 @@ class Space:
     url: str
     private: bool
     variables: Mapping[str, str]
-    secrets: Mapping[str, str | None]  # name -> description: a fingerprint of the value, which the Hub hides
-    files: frozenset[str]
-    sha: str | None  # of the newest commit
     runtime: SpaceRuntime
 
     @property
@@ -164,48 +159,45 @@ class Space:
     def billed(self) -> bool:
         return self.runtime.stage.startswith("RUNNING")
 
+    @property
+    def is_page(self) -> bool:
+        return self.repo_id.endswith(PAGE)
 
-def spaces_of(
-    api: HfApi, owner: str, name: str, expected: Iterable[str] = (), *, page: bool | None = False
-) -> list[Space]:
-    """Return the deployment's Spaces, the environment's first. Raises `DeployError` if a Space lacks the
-    variable `MARK`, because `up` did not create such a Space.
 
-    The Hub's list may be out of date, so `expected` Spaces are looked up by name, too. If `page` is True,
-    return only the static Space. If it is False, return only the apps. If it is None, return the apps, then
-    the static Space. Sets the environment variable `SPACES` to the URLs of the returned apps, because this
-    process sends its key only to URLs in `SPACES`.
+def spaces_of(api: HfApi, owner: str, name: str) -> list[Space]:
+    """Return the deployment's Spaces: the environment's, the replicas', and then the static one.
+
+    Raises `DeployError` if a Space lacks the variable `MARK`, because `up` did not create such a Space.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+)|page)")
     with explained(f"listing the Spaces of {owner}"):
-        names = {*expected, *(space.id for space in api.list_spaces(author=owner))}
-    known = [match for name in names if (match := pattern.fullmatch(name))]
-    matches = [match for match in known if page in (None, match[1] == "page")]
+        names = [space.id for space in api.list_spaces(author=owner)]
+    matches = [match for name in names if (match := pattern.fullmatch(name))]
     matches.sort(key=lambda match: (match[1] == "page", int(match[2] or 0)))
-    existing = [space for match in matches if (space := _space(api, match[0]))]
-    if foreign := ", ".join(s.repo_id for s in existing if not s.variables.items() >= MARK.items()):
+    spaces = [read_space(api, match[0]) for match in matches]
+    if foreign := ", ".join(s.repo_id for s in spaces if not s.variables.items() >= MARK.items()):
         fix = "choose another --name, or delete it on the Hub"
         raise DeployError(f"{foreign} was not made by trainer.deploy, so nothing was changed: {fix}")
-    os.environ["SPACES"] = " ".join(space.url for space in existing if not space.repo_id.endswith(PAGE))
-    return existing
+    return spaces
 
 
-def _space(api: HfApi, repo_id: str) -> Space | None:
+def read_space(api: HfApi, repo_id: str) -> Space:
     with explained(f"reading {repo_id}"):
-        try:
-            info = api.space_info(repo_id)
-        except RepositoryNotFoundError:
-            return None
-        return Space(
-            repo_id,
-            info.host or f"https://{info.subdomain}.hf.space",
-            bool(info.private),
-            {name: variable.value for name, variable in api.get_space_variables(repo_id).items()},
-            {name: secret.description for name, secret in api.get_space_secrets(repo_id).items()},
-            frozenset(file.rfilename for file in info.siblings or ()),
-            info.sha,
-            api.get_space_runtime(repo_id),
-        )
+        info = api.space_info(repo_id)
+        variables = api.get_space_variables(repo_id)
+        runtime = api.get_space_runtime(repo_id)
+    return Space(
+        repo_id,
+        info.host or f"https://{info.subdomain}.hf.space",
+        bool(info.private),
+        {name: variable.value for name, variable in variables.items()},
+        runtime,
+    )
+
+
+def send_key_to(found: Sequence[Space]) -> None:
+    """Let this process send its SPACE_KEY and SPACE_HF_TOKEN to the apps among these Spaces only."""
+    os.environ["SPACES"] = " ".join(space.url for space in found if not space.is_page)
 
 
 def bucket_is_private(api: HfApi, bucket: str) -> bool | None:
@@ -229,114 +221,85 @@ def make_change(what: str, call: Callable[..., object], *given: object, **option
     print(what, flush=True)
 
 
-def apply(api: HfApi, owner: str, name: str, wanted: list[SpacePlan], secrets: Secrets) -> list[Space]:
-    """Make the Hub match the plan `wanted` (all apps, or only the page), and print each change.
-    Returns the Spaces of the plan, the environment's first."""
-    plans, bucket, changes = {plan.repo_id: plan for plan in wanted}, f"{owner}/{name}", 0
-    contents, page = {plan.repo_id: files(plan.folder) for plan in wanted}, not wanted[0].hardware
+def put_space(api: HfApi, plan: SpacePlan, folder: Path, secrets: Secrets) -> None:
+    """Create the Space if it is missing, set everything in its plan, and upload the files that differ.
 
-    def change(what: str, *call: Any, **options: Any) -> None:
-        nonlocal changes
-        make_change(what, *call, **options)
-        changes += 1
-
-    there = {space.repo_id for space in spaces_of(api, owner, name, plans, page=page)}
-    if not page and bucket_is_private(api, bucket) is None:
-        change(f"create the bucket {bucket} (private)", api.create_bucket, bucket, private=True)
-    for repo_id in sorted(plans.keys() - there):
-        plan, mark = plans[repo_id], [{"key": key, "value": value} for key, value in MARK.items()]
-        options: dict[str, Any] = {"repo_type": "space", "space_sdk": "static" if page else "docker"}
-        options |= {"space_hardware": plan.hardware or None, "space_sleep_time": plan.sleep_s}
-        what = f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware or 'static'})"
-        change(what, api.create_repo, repo_id, private=plan.private, space_variables=mark, **options)
-    found = spaces_of(api, owner, name, plans, page=page)
-    if hidden := plans.keys() - {space.repo_id for space in found}:
-        raise DeployError(f"the Hub does not show {', '.join(sorted(hidden))} yet: run `up` again")
-    for space in found:
-        repo_id, stage = space.repo_id, space.runtime.stage
-        if repo_id not in plans:
-            change(f"delete {repo_id}, which is not in the plan", api.delete_repo, repo_id, repo_type="space")
-            continue
-        _update(plans[repo_id], space, secrets, api, change)  # precedes the upload, which starts the Space
-        if _upload(api, space, contents[repo_id]):
-            changes += 1
-        elif not page and stage in (*PAUSED, *FAILED):
-            change(f"restart {repo_id} ({stage})", api.restart_space, repo_id)
-    if not changes:
-        print("nothing to change: everything is as planned", flush=True)
-    return [space for space in found if space.repo_id in plans]
-
-
-def _update(plan: SpacePlan, space: Space, secrets: Secrets, api: HfApi, change: Callable[..., None]) -> None:
-    """Change the settings that differ from the plan. Of unplanned variables, only `PUBLIC_KEY` is removed."""
-    repo_id, hardware, sleep_s = plan.repo_id, plan.hardware, plan.sleep_s
-    if space.private != plan.private:
-        what = f"make {repo_id} {'private' if plan.private else 'public'}"
-        change(what, api.update_repo_settings, repo_id, private=plan.private, repo_type="space")
-    for key, value in plan.variables.items():
-        if space.variables.get(key) != value:
-            change(f"set {key}={value} of {repo_id}", api.add_space_variable, repo_id, key, value)
-    if PUBLIC_KEY in space.variables.keys() - plan.variables.keys():
-        change(f"remove {PUBLIC_KEY} from {repo_id}", api.delete_space_variable, repo_id, PUBLIC_KEY)
-    for name in plan.secrets:
-        value, hashed = secrets[name], fingerprint(secrets["REPLICA_KEY"], name, secrets[name])
-        if space.secrets.get(name) != hashed:
-            what = f"set the secret {name} of {repo_id}"
-            change(what, api.add_space_secret, repo_id, name, value, description=hashed)
-    if hardware not in ("", space.hardware):
-        what = f"move {repo_id} to {hardware}"
-        change(what, api.request_space_hardware, repo_id, hardware, sleep_time=sleep_s)
-    elif sleep_s is not None and space.runtime.sleep_time != sleep_s:
-        change(f"let {repo_id} sleep after {sleep_s} s", api.set_space_sleep_time, repo_id, sleep_s)
+    `folder` holds all files of the Space; others are deleted. Variables that are not in the plan stay, except
+    for the keys that replicas trust.
+    """
+    repo_id = plan.repo_id
+    hardware: Any = plan.hardware or None  # the client's type has only the hardware that its authors knew
+    what = f"create or update {repo_id} ({'private' if plan.private else 'public'}, {hardware or 'static'})"
+    with explained(what):
+        api.create_repo(
+            repo_id,
+            repo_type="space",
+            exist_ok=True,
+            private=plan.private,
+            space_sdk="docker" if hardware else "static",
+            space_hardware=hardware,
+            space_sleep_time=plan.sleep_s,
+            # Immediately, so that the next `up` recognizes the Space.
+            space_variables=[{"key": key, "value": value} for key, value in MARK.items()],
+        )
+        api.update_repo_settings(repo_id, private=plan.private, repo_type="space")
+        for key, value in plan.variables.items():
+            api.add_space_variable(repo_id, key, value)
+        if PUBLIC_KEY not in plan.variables and PUBLIC_KEY in api.get_space_variables(repo_id):
+            api.delete_space_variable(repo_id, PUBLIC_KEY)
+        for name in plan.secrets:
+            api.add_space_secret(repo_id, name, secrets[name])
+        if hardware:
+            api.request_space_hardware(repo_id, hardware, sleep_time=plan.sleep_s)
+        # Last, because it starts a new Space. The client deletes only files that are not in the folder.
+        api.upload_folder(
+            repo_id=repo_id,
+            repo_type="space",
+            folder_path=folder,
+            delete_patterns="*",
+            commit_message="Delta Weight Sync",
+        )
+    print(what, flush=True)
 
 
-def _upload(api: HfApi, space: Space, local: Mapping[str, Path | bytes]) -> bool:
-    """Upload all changed files in one commit, so the Space builds once. Returns False if no file differs."""
-    gone = space.files - local.keys() - {".gitattributes"}  # the Hub makes this file
-    # The client leaves out files that the Space already has, and makes no empty commit.
-    operations: list[Any] = [CommitOperationAdd(*file) for file in local.items()]
-    operations += map(CommitOperationDelete, gone)
-    repo_id, title = space.repo_id, "Delta Weight Sync"
-    with explained(f"upload the files of {repo_id}"):
-        made = api.create_commit(repo_id, operations, commit_message=title, repo_type="space")
-    if uploaded := made.oid != space.sha:
-        print(f"upload the changed files of {repo_id}", flush=True)
-    return uploaded
+def wait_until_healthy(api: HfApi, apps: Sequence[Space], secrets: Sequence[str]) -> None:
+    """Wait until these apps are up, one after the other, and print their states with `secrets` masked.
 
-
-def wait_until_healthy(api: HfApi, waiting: list[Space], secrets: tuple[str, ...]) -> None:
-    """Wait until the apps of these Spaces are up, and print their states with `secrets` masked.
-
-    A replica that waits for the run's first version counts as up. Raises `DeployError` if a Space fails, or
+    A replica that waits for the run's first version counts as up. Raises `DeployError` if an app fails, or
     is not up within an hour.
     """
-    started, states, error_since = time.monotonic(), dict[str, str](), dict[str, float]()
-    while waiting := [space for space in waiting if states.get(space.repo_id) not in _UP]:
-        if time.monotonic() > started + WAIT_LIMIT_S:
-            left = ", ".join(f"{space.repo_id}: {states[space.repo_id]}" for space in waiting)
-            raise DeployError(f"not up within {WAIT_LIMIT_S:.0f} s ({left}): see `logs`, then run `up` again")
-        time.sleep(_POLL_S * bool(states))
-        for space in waiting:
-            repo_id, answer = space.repo_id, _answer(api, space)
-            if states.get(repo_id) != (state := masked(str(answer), secrets)):
-                states[repo_id] = state
-                print(f"[{time.monotonic() - started:5.0f} s] {repo_id}: {state}", flush=True)
-            if not answer.error:
-                error_since.pop(repo_id, None)
+    started = time.monotonic()
+    for app in apps:
+        state = ""
+        error_since = math.inf
+        while state not in _UP:
+            time.sleep(_POLL_S * bool(state))
+            answer = _answer(api, app)
             now = time.monotonic()
-            if answer.error and now >= error_since.setdefault(repo_id, now) + _ERROR_LIMIT_S:
-                failed = [f"{repo_id} did not become ready: {answer}"]
-                if answer.state in FAILED:
-                    log = "run" if answer.state == "RUNTIME_ERROR" else "build"
-                    failed[0] += f". Fix the error and run `up` again. The end of its {log} log:"
-                    failed += log_lines(api, repo_id, build=log == "build")[-_LOG_LINES:]
-                raise DeployError(masked("\n  ".join(failed), secrets))
+            if state != (state := masked(str(answer), secrets)):
+                print(f"[{now - started:5.0f} s] {app.repo_id}: {state}", flush=True)
+            error_since = min(error_since, now) if answer.error else math.inf
+            if now >= error_since + _ERROR_LIMIT_S:
+                raise DeployError(masked(_failure(api, app, answer), secrets))
+            if now > started + WAIT_LIMIT_S:
+                limit = f"is not up within {WAIT_LIMIT_S:.0f} s"
+                raise DeployError(f"{app.repo_id} {limit} ({state}): see `logs`, then run `up` again")
+
+
+def _failure(api: HfApi, app: Space, answer: spaces.Answer) -> str:
+    problem = f"{app.repo_id} did not become ready: {answer}"
+    if answer.state not in BROKEN:
+        return problem
+    log = "run" if answer.state == "RUNTIME_ERROR" else "build"
+    end = log_lines(api, app.repo_id, build=log == "build")[-_LOG_LINES:]
+    fix = f"Fix the error and run `up` again. The end of its {log} log:"
+    return "\n  ".join([f"{problem}. {fix}", *end])
 
 
 def _answer(api: HfApi, space: Space) -> spaces.Answer:
     with explained(f"reading the state of {space.repo_id}"):
         now = api.get_space_runtime(space.repo_id)
-    if now.stage in FAILED:
+    if now.stage in (*BROKEN, "NO_APP_FILE"):
         return spaces.Answer(now.stage, error=now.raw.get("errorMessage") or "the Hub gives no reason")
     if now.stage in PAUSED:
         raise DeployError(f"{space.repo_id} was paused in the meantime: run `resume`")
@@ -358,7 +321,7 @@ def table(found: list[Space]) -> str:
         now, total = now + usd * space.billed, total + usd
         cost = f"{usd * space.billed:.2f}" if known or not space.hardware else "?"
         # A request would wake a sleeping Space.
-        if space.billed and not space.repo_id.endswith(("-env", PAGE)):
+        if space.billed and "-replica-" in space.repo_id:
             try:
                 report = spaces.request(space.url, "GET", "/status").raise_for_status().content
                 status = ReplicaReport.model_validate_json(report).status

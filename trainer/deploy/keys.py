@@ -1,11 +1,5 @@
-"""A deployment's secrets: their local files, and the fingerprints that show which values a Space has.
+"""The local files with a deployment's keys: the SPACE_KEY of the owner's Spaces, and the signing keys."""
 
-The Hub never shows the value of a secret again. So each secret gets a fingerprint as its description: an HMAC
-of its name and value under the SPACE_KEY. The Hub replaces a description together with the value, and shows
-descriptions only to accounts that may change the Space.
-"""
-
-import hmac
 import secrets
 from pathlib import Path
 
@@ -14,11 +8,6 @@ from delta_weight_sync.errors import KeyFormatError
 from trainer.deploy import DeployError
 
 FOLDER = Path(".deploy")  # in the folder where the command runs
-
-
-def fingerprint(space_key: str, name: str, value: str) -> str:
-    """The description of the secret `name` on a Space."""
-    return "fingerprint " + hmac.digest(space_key.encode(), f"{name}={value}".encode(), "sha256").hex()[:32]
 
 
 def space_key_file(owner: str) -> Path:

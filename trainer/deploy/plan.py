@@ -4,7 +4,6 @@ An app's Space gets the tracked files that its Dockerfile needs; a static Space 
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -34,7 +33,7 @@ _FILES: dict[App, tuple[str, ...]] = {  # git's patterns, in which `*` also matc
 _AT_THE_ROOT = re.compile(
     r"(env|inference)_space/(README\.md|Dockerfile|requirements\.lock|openenv\.yaml|openenv_probe\.json)"
 )
-_CARD = b"---\ntitle: Delta Weight Sync\nsdk: static\n---\n"
+_CARD = "---\ntitle: Delta Weight Sync\nsdk: static\n---\n"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -43,7 +42,7 @@ class SpacePlan:
     """One Space as it should be, with the names of its secrets but without their values."""
 
     repo_id: str
-    folder: App | Path  # an app, or the folder of a static Space
+    folder: App | Literal["page"]  # the name of the folder with its files, among the staged folders
     variables: Mapping[str, str]
     secrets: tuple[str, ...]
     hardware: str  # "" for a static Space
@@ -52,7 +51,7 @@ class SpacePlan:
 
 
 def write(plans: list[SpacePlan], folder: Path) -> None:
-    """Write the folders that `up` would upload, and plan.json, to a new or empty folder."""
+    """Write the folders that `up` uploads, and plan.json, to a new or empty folder."""
     if folder.exists() and any(folder.iterdir()):
         raise DeployError(f"--dry-run {folder} is not empty: name a new folder")
     for app in APPS:
@@ -91,20 +90,20 @@ def make_plan(
     return spaces
 
 
-def page_files(folder: Path) -> dict[str, Path | bytes]:
-    """Map each path in a static Space to a file of `folder`. Skips hidden files and node_modules.
+def stage_page(folder: Path, out: Path) -> None:
+    """Copy the files of a static Space to `out`, a new folder. Skips hidden files and node_modules.
 
     Follows links. Adds a README.md if there is none. Raises `DeployError` if the Hub could not show the page.
     """
-    paths = (Path(at, name) for at, _, names in os.walk(folder, followlinks=True) for name in names)
-    found: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
-    found = {name: path for name, path in found.items() if not re.search(r"(^|/)(\.|node_modules/)", name)}
-    if "index.html" not in found:
+    readme = folder / "README.md"
+    if not (folder / "index.html").is_file():
         fix = "name `web`, or a folder that `python -m inference_space.dashboard --export` wrote"
         raise DeployError(f"--static {folder} has no index.html: {fix}")
-    if "README.md" in found and "sdk: static" not in (folder / "README.md").read_text():
-        raise DeployError(f"{folder}/README.md lacks `sdk: static`: write it between two lines of ---")
-    return {"README.md": _CARD} | found
+    if readme.exists() and "sdk: static" not in readme.read_text():
+        raise DeployError(f"{readme} lacks `sdk: static`: write it between two lines of ---")
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns(".*", "node_modules"))
+    if not readme.exists():
+        (out / "README.md").write_text(_CARD)
 
 
 def stage(app: App, out: Path) -> None:
@@ -115,11 +114,9 @@ def stage(app: App, out: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def files(app: App | Path) -> dict[str, Path | bytes]:
-    """Map each path in an app's Space, sorted, to a file of the checkout; for a `Path`, see `page_files`.
-    Raises `DeployError` if a file of the app is missing, a link, or not tracked by git."""
-    if isinstance(app, Path):
-        return page_files(app)
+def files(app: App) -> dict[str, Path]:
+    """Map each path in an app's Space, sorted, to a file of the checkout. Raises `DeployError` if a file of
+    the app is missing, a link, or not tracked by git."""
     if untracked := _git("--others", *_FILES[app]):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
     listed = _git("--cached", "--error-unmatch", *_FILES[app])

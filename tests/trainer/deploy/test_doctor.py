@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import stat
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,24 @@ def test_all_is_well_before_a_deployment_of_the_owner_of_the_token(world: World)
     assert not [name for name, (ok, _) in found.items() if not ok], found
     assert f"may write for {OWNER}" in found["token"][1]
     assert "`up` makes it" in found["bucket"][1]
+
+
+@pytest.mark.parametrize("fault", ["", "GET /api/(whoami-v2|spaces|models)"])
+def test_each_fact_is_asked_for_once_though_many_checks_use_it(world: World, monkeypatch, fault):
+    """Also a fact that cannot be had. `GET /api/whoami-v2` is for two tokens."""
+    monkeypatch.setattr("trainer.memory.parts", lambda *_: {})  # it would ask the real Hub
+    world.hub.add_model("lab/open", files={"config.json": "{}"})
+    world.up()
+    before = len(world.hub.requests())
+    if fault:
+        world.hub.fault(fault, status=403)
+    found = problems(world, "--model", "lab/open")
+    asked = Counter(request for request in world.hub.requests()[before:] if request.startswith("GET /api/"))
+    assert asked.pop("GET /api/whoami-v2") == 2
+    assert asked["GET /api/models/lab/open"] == 1
+    assert set(asked.values()) == {1}
+    in_vain = {"token", "Space's token", "plan", "model licence", "signatures", "disk", "GPU of the replicas"}
+    assert found.keys() == (in_vain if fault else {"disk", "GPU of the replicas"})
 
 
 def test_a_bucket_that_doctor_opens_keeps_the_time_limit_of_other_requests(world: World):
@@ -174,7 +193,7 @@ def test_missing_software_for_a_gpu(world: World, monkeypatch):
     assert problems(world) == {"software for GPUs": sentences}
     for question, nothing in (("problem", ""), ("missing", [])):
         monkeypatch.setattr(gpu_build, question, lambda nothing=nothing: nothing)
-    assert "shared memory" in doctor(world)["software for GPUs"][1]
+    assert doctor(world)["software for GPUs"][0]
 
 
 def file_of(world: World) -> Path:
@@ -208,11 +227,11 @@ def test_the_first_up_makes_keys_and_only_the_public_half_leaves(world: World):
 def test_unsigned_removes_the_key_and_the_next_up_restores_it(world: World):
     world.up()
     key, out = trusted(world), world.up("--unsigned")
-    assert f"remove {PUBLIC_KEY} from {world.replica()}" in out
     assert "signatures   none" in out
     assert str(file_of(world)) not in out
     assert trusted(world) is None
-    assert world.up("--unsigned").startswith("nothing to change")
+    world.up("--unsigned")
+    assert trusted(world) is None
     world.up()
     assert trusted(world) == key
 
