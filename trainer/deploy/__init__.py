@@ -1,7 +1,7 @@
 """Deploys a bucket, the environment's Space and the replicas' Spaces to the Hub with one command.
 
-`plan` computes what a deployment consists of, without any request. `hub` sets all of it on the Hub, each time
-anew: it compares nothing with the state of the Hub.
+`plan` computes what a deployment consists of, without any request. `hub` sets all of it on the Hub, and
+compares nothing with the state of the Hub.
 """
 
 
