@@ -48,7 +48,6 @@ Secrets = Mapping[str, str]  # name -> value
 
 def connect() -> HfApi:
     """A client of the Hub at HF_ENDPOINT, with a time limit for requests; huggingface_hub sets none."""
-
     get_session().timeout = 60.0
     disable_progress_bars()
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
