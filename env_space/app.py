@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,31 +17,33 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from env_space import openenv, watch
 from env_space.game import MAX_GUESSES, MAX_SEED, OPENING, Move, RewardParts, Rules, Split
+from env_space.log import log_as_json
+from env_space.problems import problem, refusals
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
-from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
-from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json, open_files, serve
-from space_guard.requests import FRAMING, SAFE_HEADERS, has_key, no_key, problem, read_body, refusals, replay
+from env_space.watch import MAX_WATCHED
+from space_guard.guard import FRAMING, SAFE_HEADERS, Guard, Route
+from space_guard.serving import CONNECTIONS, serve
 from space_guard.setup import SettingsError, Setup
 
 MAX_BODY_BYTES = 16 * 1024
-LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
-MAX_VISITORS = 1024  # max connections without the key; `max_sessions` if that is higher
-MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
+MAX_PLAYED = 64  # games on the page at the same time
 PAGE = Path(__file__).with_name("page")
 # The page may load nothing from other sites. The page also shows what a trained policy writes; this header
 # prevents that the browser runs such a text as a script.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
 _HISTOGRAM_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-_SPARE_FILES = 64  # open files that are not connections of clients: log, event loop, watched replicas
 
-# Paths that need no key. All other paths need the key, so a new route is closed until you add it here.
-OPEN = re.compile(
-    r"/|/(health|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json)|/(page|play)(/.*)?"
+# Paths that need no key: the page, its games, and what can only be read. All other paths need the key, so a
+# new route is closed until you add it here.
+OPEN = r"/|/(health|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json)|/(page|play)(/.*)?"
+ROUTES = (
+    Route(OPEN, method=None, max_body=MAX_BODY_BYTES),
+    Route(".*", method=None, keyed=True, max_body=MAX_BODY_BYTES),
 )
 
 SETUP = Setup("environment", then="game", needs=Path(__file__).with_name("setup.toml"))
@@ -133,12 +134,12 @@ def create_app(settings: Settings) -> FastAPI:
         metrics.count_game(session)
         _log.info("game ended", extra={"fields": session.summary()})
 
-    sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended)
+    ttl_s, count, more = settings.session_ttl_s, metrics.count_game, "or raise WORDLE_MAX_SESSIONS"
+    sessions = Sessions(settings.max_sessions, ttl_s, ended, fix=f"try again in a moment, {more}")
     # Visitors' games have their own stores, so they take no room from trainers' games. The log leaves
     # out visitors' games, so a client without the key cannot fill the log.
-    ttl_s, count = settings.session_ttl_s, metrics.count_game
-    visitors = Sessions(MAX_PLAYED, ttl_s, count, per_client=MAX_PLAYED_EACH)
-    watched = Sessions(MAX_WATCHED, ttl_s, count, per_client=MAX_WATCHED_EACH)
+    visitors = Sessions(MAX_PLAYED, ttl_s, count)
+    watched = Sessions(MAX_WATCHED, ttl_s, count)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -146,7 +147,7 @@ def create_app(settings: Settings) -> FastAPI:
         _log.info("stopped with %d games in play", sum(map(len, (sessions, visitors, watched))))
 
     app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
-    app.add_middleware(_guard, key=settings.required_key)
+    app.add_middleware(Guard, routes=ROUTES, key=settings.required_key, secret="WORDLE_KEY", refuse=problem)
     _answer_problems(app)
     http_seconds, ws_seconds = (metrics.seconds.labels(via) for via in ("http", "ws"))
     _add_games(app, sessions, rules, http_seconds, "/sessions", "http")
@@ -157,25 +158,6 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _guard(app: ASGIApp, key: str) -> ASGIApp:
-    """ASGI middleware: checks the key and reads the body. Read-only routes and the page's games need no key.
-    If `key` is empty, the API is open to everyone who can reach this machine."""
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await app(scope, receive, send)
-        try:
-            if not (OPEN.fullmatch(scope["path"]) or has_key(key, scope["headers"])):
-                raise no_key(scope["headers"], "WORDLE_KEY")
-            if scope["type"] == "http":
-                receive = replay(await read_body(receive, MAX_BODY_BYTES, LIMITS.request_s), receive)
-        except HTTPException as refused:
-            return await problem(refused.status_code, refused.detail, refused.headers)(scope, receive, send)
-        return await app(scope, receive, send)
-
-    return checked
-
-
 def _add_games(
     app: FastAPI, sessions: Sessions, rules: Rules, seconds: prometheus.Histogram, at: str, via: str
 ) -> None:
@@ -183,11 +165,11 @@ def _add_games(
     games, settings = APIRouter(prefix=at, include_in_schema=via == "http"), rules.settings
 
     @games.post("", status_code=201, responses=refusals(400, 401, 409, 413, 422, 503))
-    async def open(opening: Opening, request: Request) -> Opened:
+    async def open(opening: Opening) -> Opened:
         """Start a game. The seed selects its secret."""
         game = rules.deal(opening.seed, opening.split)
         origin = Origin(opening.seed, opening.split, via)
-        session = sessions.open(opening.id or uuid4(), origin, game, client_address(request.scope))
+        session = sessions.open(opening.id or uuid4(), origin, game)
         return Opened(session=session.id, length=settings.length, hard_mode=settings.hard_mode)
 
     @games.post("/{session}/guess", responses=refusals(400, 401, 404, 409, 413, 422))
@@ -248,7 +230,7 @@ def _answer_problems(app: FastAPI) -> None:
         else:
             (place, field, *_), reason = found["loc"], found["msg"].removeprefix("Value error, ")
             sentence = f"The {place}'s '{field}' cannot be used: {reason}."
-        return problem(422, f"{sentence} GET /docs shows what to send.")
+        return problem(HTTPException(422, f"{sentence} GET /docs shows what to send."))
 
     @app.exception_handler(HTTPException)
     async def unroutable(_: Request, error: HTTPException) -> JSONResponse:
@@ -257,27 +239,25 @@ def _answer_problems(app: FastAPI) -> None:
             sentence = "The body could not be parsed: send a small JSON object."
         elif sentence == HTTPStatus(error.status_code).phrase:  # from the router: no such path or method
             sentence = f"{sentence}: the API has no such path or method; GET /docs lists all."
-        return problem(error.status_code, sentence, error.headers)
+        return problem(HTTPException(error.status_code, sentence, error.headers))
 
 
-def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
-    """uvicorn's options. `games` is the max number of trainers' games; each game gets two connections."""
-    visitors = max(MAX_VISITORS, games)
-    wanted = visitors + 2 * games
-    connections = open_files(wanted + _SPARE_FILES) - _SPARE_FILES
-    visitors = visitors * connections // wanted  # the system may allow fewer connections than `wanted`
+class _Socket(WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket, which also ends a connection whose handshake it cannot read."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.handshake_exc is not None:
+            self.transport.close()
+
+
+def server_options() -> dict[str, Any]:
+    """uvicorn's options."""
     return {
-        "http": limited_http(LIMITS, visitors, key),
-        "limit_concurrency": connections,
-        # The server can accept a full backlog in one go. Each new visitor beyond the limit ends the oldest
-        # visitor's connection. With a longer backlog, new visitors could end the connections of all others.
-        "backlog": visitors // 2,
-        "forwarded_allow_ips": PROXIES,
         "headers": [("Content-Security-Policy", FRAMING), ("Referrer-Policy", "no-referrer"), *SAFE_HEADERS],
-        "access_log": False,
         "log_config": None,
-        "timeout_keep_alive": 120,  # between two moves on one connection, a policy generates for seconds
         "timeout_graceful_shutdown": 10,
+        "ws": _Socket,
         "ws_max_size": MAX_BODY_BYTES,
         "ws_per_message_deflate": False,
         "ws_ping_interval": 30,
@@ -288,8 +268,7 @@ def server_options(key: str = "", games: int = 0) -> dict[str, Any]:
 def main() -> None:
     """Serve with the settings in the environment. If a setting is missing or wrong, a Space on the Hub says
     so on its page; elsewhere the program exits."""
-    log_as_json(per_minute=600)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO, httpx logs the URL of each request
+    log_as_json()
     try:
         settings = Settings.read(os.environ)
         app = create_app(settings)
@@ -299,8 +278,8 @@ def main() -> None:
         _log.error(SETUP.sentence(error.problems))
         host, port = Settings.listen_address(os.environ)
         return serve(SETUP.app(error.problems), host=host, port=port, **server_options())
-    options = server_options(settings.required_key, settings.max_sessions)
-    return serve(app, host=settings.host, port=settings.port, **options)
+    wanted = max(CONNECTIONS, 1024 + 2 * settings.max_sessions)  # each game of a trainer gets two
+    return serve(app, connections=wanted, host=settings.host, port=settings.port, **server_options())
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ class Session:
     id: UUID
     origin: Origin
     game: Game
-    client: str
     opened_at: float
     used_at: float
     expired: bool = False
@@ -72,7 +71,7 @@ class Sessions:
     ttl_s: float
     on_end: Callable[[Session], None] = lambda _: None  # called once for every game, when it ends
     clock: Callable[[], float] = time.monotonic
-    per_client: int | None = None  # games in play per client; None for trainers, who have no such limit
+    fix: str = "try again in a moment"  # what a client can do if the store is full
     _playing: dict[UUID, Session] = field(default_factory=dict)  # least recently played first
     _ended: dict[UUID, Session] = field(default_factory=dict)  # first ended first
 
@@ -80,11 +79,11 @@ class Sessions:
         self.reap()
         return len(self._playing)
 
-    def open(self, id: UUID, origin: Origin, game: Game, client: str = "") -> Session:
+    def open(self, id: UUID, origin: Origin, game: Game) -> Session:
         """Put `game` in play under `id`. If the same request was sent before, return its session.
 
         Raises GameError: 409 if `id` belongs to another origin or to a game that ended, 503 if the store is
-        full, 429 if this `client` has too many games.
+        full.
         """
         self.reap()
         if id in self._ended:
@@ -94,15 +93,10 @@ class Sessions:
                 opened = f"Session {id} was opened with seed {then.seed} of split {then.split}"
                 raise GameError(409, f"{opened}, not {origin.seed} of {origin.split}: choose a new id.")
             return session
-        limit = self.per_client
         if len(self._playing) >= self.capacity:
-            fix = "try again in a moment" + ("" if limit else ", or raise WORDLE_MAX_SESSIONS")
-            raise GameError(503, f"{self.capacity} games are in play: {fix}.", _SOON)
-        if limit and sum(session.client == client for session in self._playing.values()) >= limit:
-            fix = "end one of them, or wait"
-            raise GameError(429, f"{limit} games of your address are in play: {fix}.", _SOON)
+            raise GameError(503, f"{self.capacity} games are in play: {self.fix}.", _SOON)
         now = self.clock()
-        session = self._playing[id] = Session(id, origin, game, client, now, now)
+        session = self._playing[id] = Session(id, origin, game, now, now)
         return session
 
     def play(self, id: UUID, turn: int, word: str) -> Move:

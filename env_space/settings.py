@@ -1,14 +1,19 @@
 """The settings of the Wordle Space."""
 
-from pydantic import Field
+from collections.abc import Mapping
+from contextlib import suppress
 
-from space_guard.setup import HeaderText, SpaceSettings
+from pydantic import Field, TypeAdapter, ValidationError
+
+from space_guard.setup import HeaderText, Problems, SpaceSettings
+
+_BOOL = TypeAdapter(bool)  # reads a text as the fields of settings do: "true", "1", "yes" and others are true
 
 
 class Settings(SpaceSettings):
     """Each field is the environment variable WORDLE_<FIELD>."""
 
-    PREFIX, OPENING = "WORDLE_", "OPEN"
+    PREFIX = "WORDLE_"
 
     answers: int | None = Field(None, ge=1)  # how many words can be the secret; unset: all
     length: int = Field(5, ge=4, le=7)  # letters of a word
@@ -25,6 +30,13 @@ class Settings(SpaceSettings):
     open: bool = False  # the API needs no key, even if `key` is set
     host: str = Field("0.0.0.0", min_length=1)  # address to listen on
     port: int = Field(8000, ge=1, le=65535)
+
+    @classmethod
+    def problems_without_key(cls, environ: Mapping[str, str]) -> Problems:
+        opened = False
+        with suppress(ValidationError):  # another message says that the value is wrong
+            opened = _BOOL.validate_python(environ.get("WORDLE_OPEN", opened))
+        return {"WORDLE_KEY": "not set"} if "SPACE_ID" in environ and not opened else {}
 
     @property
     def required_key(self) -> str:

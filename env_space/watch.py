@@ -10,17 +10,16 @@ from typing import Annotated, Any
 from uuid import uuid4
 
 import httpx
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI
 from fastapi.responses import StreamingResponse
 
 from env_space.game import MAX_GUESSES, MOVE, GameError, Rules
+from env_space.problems import refusals
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
-from space_guard.limits import client_address
-from space_guard.requests import KEY_HEADER, refusals
+from space_guard.guard import KEY_HEADER
 
-# Watched games at the same time: in total, and per address. They are limited because they use the replica.
-MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
+MAX_WATCHED = 8  # games at the same time; they are limited because they use the replica
 TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
@@ -96,17 +95,17 @@ def replica_headers(url: str, key: str) -> dict[str, str]:
 def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings) -> None:
     """Add `/watch`: each request starts a new game. `sessions` is a store for watched games only."""
 
-    async def open_session(request: Request) -> AsyncIterator[Session]:
+    async def open_session() -> AsyncIterator[Session]:
         if settings.replica_url is None:
             raise GameError(404, "No policy is connected: set WORDLE_REPLICA_URL to the replica's address.")
-        seed, client = secrets.randbits(31), client_address(request.scope)
-        session = sessions.open(uuid4(), Origin(seed, via="watch"), rules.deal(seed), client)
+        seed = secrets.randbits(31)
+        session = sessions.open(uuid4(), Origin(seed, via="watch"), rules.deal(seed))
         try:
             yield session
         finally:  # even if the client leaves before the first event
             sessions.end(session)
 
-    @app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))
+    @app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 503))
     async def watch(session: Annotated[Session, Depends(open_session)]) -> StreamingResponse:
         """Stream a game that the policy plays: `opened`, a `turn` per answer, then `ended` or `problem`."""
         return StreamingResponse(events(session), headers=_HEADERS, media_type="text/event-stream")

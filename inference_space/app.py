@@ -33,7 +33,7 @@ def main() -> None:
             sys.exit(f"replica: {error}")
         log.error("replica: %s", SETUP.sentence(error.problems))
         return listen(SETUP.app(error.problems), *Settings.listen_address(os.environ))
-    return listen(app, settings.host, settings.port, settings.key)
+    return listen(app, settings.host, settings.port)
 
 
 if __name__ == "__main__":

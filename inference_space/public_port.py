@@ -1,10 +1,9 @@
 """The only public port of a vLLM Space: inference, status and the dashboard.
 
-vLLM's app runs in the same process. Of its routes, only the three for inference are open, through the gate.
+vLLM's app runs in the same process. Of its routes, only the three for inference are open, through the guard.
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,27 +12,51 @@ from types import MappingProxyType
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import ReplicaEvent, ReplicaReport
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
+from inference_space.completions import MAX_BODY, Completions, Inference, openai_error
+from inference_space.dashboard import calls
 from inference_space.dashboard.page import mount
-from inference_space.gate import Completions, DashboardCalls, Gate
 from inference_space.settings import SETUP, Settings, access_problems
 from inference_space.vllm_server import VllmServer
-from space_guard.limits import PROXIES, Lane, Limits, LogLimit, limited_http, open_files, serve
-from space_guard.requests import openai_error
+from space_guard.guard import FRAMING, SAFE_HEADERS, Guard, Route
+from space_guard.serving import serve
 from space_guard.setup import Problems
 
-INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
-LIMITS = Limits(request_s=15.0, unread_s=60.0, head_bytes=64 << 10, keep_active=True)
-MAX_VISITORS = 256  # connections without the key, except those on which a request is being answered
-MAX_FILES = 1 << 16  # open files, of which each connection is one
-KEEP_ALIVE_S = 120  # between two requests on one connection, a rollout may wait seconds for its environment
-LOG_LINES = 20  # messages per minute from one place in uvicorn's code; each may be a traceback of kilobytes
+_FILE = r"(/[\w-][\w.-]*)+"  # no part of the path begins with a dot
+# A route that some library adds is closed until you list it here.
+ROUTES = (
+    Route("/"),
+    Route("/", "HEAD"),
+    Route("/(health|ready|status|v1/models)"),
+    Route("/v1/(chat/)?completions", "POST", keyed=True, max_body=MAX_BODY),
+    # A poke makes the replica look at the bucket. All replicas of a user share one quota of requests to the
+    # Hub, and pokes use this quota. So a poke needs the key, too.
+    Route("/delta_weight_sync/poke", "POST", keyed=True),
+    Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)"),
+    # Only the routes of Gradio that the page needs. The owner's buttons also call run/predict, which needs no
+    # key here: the dashboard itself checks that the key or the login is the owner's.
+    Route(f"/(assets|static){_FILE}"),
+    Route(r"/(theme\.css|favicon\.ico)"),
+    Route(r"/gradio_api/heartbeat/\w{1,40}"),
+    Route(calls.PATH, "POST", max_body=calls.MAX_BODY),
+    Route("/login/(huggingface|callback)"),
+    Route("/logout"),
+)
+
+# Only these headers reach the apps, so keys and tokens do not. Given an `Origin`, Gradio would answer with
+# CORS headers that let any site read the answer. The host is replaced, because a client can send any host.
+_PASSED_ON = frozenset(
+    b"accept accept-encoding accept-language content-type cookie if-none-match user-agent"
+    b" x-policy-min-sync".split()
+)
+_HOST = (b"host", b"replica")
 
 
 class SpaceFollower(Follower):
@@ -85,71 +108,63 @@ def create_app(settings: Settings) -> FastAPI:
         follower.poke()
 
     mount(app, bucket, settings.run, controls=follower.commands, key=settings.key, own_report=follower.report)
-    app.add_middleware(pass_inference, vllm=vllm, follower=follower)
+    capacity = settings.max_requests or 4 * settings.max_num_seqs
+    app.add_middleware(
+        Inference,
+        vllm=vllm,
+        unready=lambda: follower.status().state if follower.serving is None else None,
+        completions=Completions(lambda: vllm.context, min(capacity, settings.max_num_seqs)),
+        capacity=capacity,
+        seconds=settings.request_s,
+    )
     if "SPACE_ID" in os.environ:
         app.add_middleware(SETUP.show_page, problems=lambda: follower.problems)
-    capacity = settings.max_requests or 4 * settings.max_num_seqs
-    # If inference is open without a key, every client counts as having the key. Then none may send grammars.
-    grammars = bool(settings.key) or not settings.open_inference
-    app.add_middleware(
-        Gate,
-        key=settings.key,
-        open_inference=settings.open_inference,
-        lanes={
-            "page": Lane(64, seconds=60.0),
-            "open pages": Lane(128),  # one connection each, for as long as the page is open
-            # A view of the dashboard may rebuild a model; more requests would only wait for each other.
-            "reading": Lane(16, seconds=600.0),
-            "inference": Lane(capacity, settings.request_s),
-        },
-        readers={
-            "completion": Completions(lambda: vllm.context, min(capacity, settings.max_num_seqs), grammars),
-            "event": DashboardCalls(app.state.dashboard_events),
-        },
-    )
+    add_guard(app, settings.key)
     return app
 
 
-def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: SpaceFollower) -> ASGIApp:
-    """ASGI middleware: passes inference requests directly to vLLM, without the cost of FastAPI's layers."""
+def add_guard(app: Starlette, key: str) -> None:
+    """Let only requests for `ROUTES` reach the app, without keys and tokens."""
+    app.add_middleware(only_known_headers)
+    app.add_middleware(Guard, routes=ROUTES, key=key, secret="REPLICA_KEY", refuse=openai_error)
+    app.add_middleware(protect_browsers)
+
+
+def only_known_headers(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware: passes on only the headers that the apps need."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        died = False
-
-        async def unless_dead(message: Message) -> None:
-            """Pass vLLM's answer on, unless vLLM answers 500 because its engine has died."""
-            nonlocal died
-            died = died or (message.get("status") == 500 and not vllm.alive())
-            if not died:
-                await send(message)
-
-        if scope["type"] != "http" or INFERENCE.get(scope["path"]) != scope["method"]:
-            return await app(scope, receive, send)
-        reason = "vLLM is being restarted"
-        if follower.serving is None:
-            reason = f"no version is served yet: {follower.status().state}"
-        elif vllm.app is not None:
-            await vllm.app(scope, receive, unless_dead)
-            if not died:
-                return None
-        refusal = HTTPException(503, f"{reason}; try again in a moment", {"Retry-After": "1"})
-        return await openai_error(refusal, "unavailable")(scope, receive, send)
+        if scope["type"] == "http":
+            headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
+            scope = {**scope, "headers": headers}
+        await app(scope, receive, send)
 
     return answer
 
 
-def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:
-    """Serve `app` until SIGTERM, with limits for clients without `key` (see `space_guard.limits`)."""
-    logging.getLogger("uvicorn.error").addFilter(LogLimit(LOG_LINES))
-    open_files(MAX_FILES)
+def protect_browsers(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware: adds the headers that protect browsers. A page brings its own content policy."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def protected(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update({**dict(SAFE_HEADERS), "Referrer-Policy": "same-origin"})
+                headers.setdefault("Content-Security-Policy", f"default-src 'none'; {FRAMING}")
+            await send(message)
+
+        await app(scope, receive, protected)
+
+    return answer
+
+
+def listen(app: ASGIApp, host: str, port: int) -> None:
+    """Serve `app` until SIGTERM."""
     serve(
         app,
         host=host,
         port=port,
-        access_log=False,
+        ws="none",  # no route is a WebSocket
         log_level="error",  # uvicorn warns about each request that is not HTTP
-        http=limited_http(LIMITS, MAX_VISITORS, key),
-        forwarded_allow_ips=PROXIES if "SPACE_ID" in os.environ else None,
-        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
     )

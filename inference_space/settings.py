@@ -20,7 +20,7 @@ TOKENS = "https://huggingface.co/settings/tokens"
 class Settings(SpaceSettings):
     """Each field is the variable `REPLICA_<FIELD>`; an unknown `REPLICA_` variable is an error."""
 
-    PREFIX, OPENING = "REPLICA_", "OPEN_INFERENCE"
+    PREFIX = "REPLICA_"
 
     bucket: str  # hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>
     run: str
@@ -32,13 +32,21 @@ class Settings(SpaceSettings):
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
     # Clients that send the key may use inference, the owner's controls, and pokes (requests that make the
-    # replica poll the bucket now). If the key is empty, inference and pokes need no key. On the Hub, the key
-    # may be empty only if `open_inference` is true.
+    # replica poll the bucket now). The key may be empty only on a loopback address: then inference and pokes
+    # need no key, and the owner's controls do not exist.
     key: HeaderText = Field("", repr=False)
-    open_inference: bool = False  # inference and pokes need no key
     max_requests: int | None = Field(None, ge=1)  # concurrent completions; None: 4 * max_num_seqs
     request_s: float = Field(900.0, gt=0)  # seconds that an inference request may take
     folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas
+
+    @classmethod
+    def problems_without_key(cls, environ: Mapping[str, str]) -> Problems:
+        if "SPACE_ID" in environ:
+            return {"REPLICA_KEY": "not set"}
+        host, _ = cls.listen_address(environ)
+        if host in ("localhost", "::1") or host.startswith("127."):
+            return {}
+        return {"REPLICA_KEY": "not set; only a replica with REPLICA_HOST=127.0.0.1 needs no key"}
 
     def problems(self, environ: Mapping[str, str]) -> Problems:
         found = {SIGNING_KEY: NOT_HERE} if environ.get(SIGNING_KEY) else {}

@@ -11,7 +11,7 @@ from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.export import export
 from inference_space.dashboard.page import mount
-from space_guard.limits import serve
+from space_guard.serving import serve
 
 
 def main() -> None:

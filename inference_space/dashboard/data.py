@@ -25,7 +25,6 @@ from delta_weight_sync.store import Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import size_text, time_text
 from inference_space.dashboard.state import Progress, RunState, Start
 from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
-from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # seconds between two readings while there are viewers
 IDLE_S = 60.0  # seconds between two readings without viewers
@@ -367,6 +366,24 @@ class RateLimitError(errors.BucketError):
     """Visitors have reached the rate limit. The message says when they can read again."""
 
 
+class _Budget:
+    """An amount that grows by `size` in `WINDOW_S` seconds, up to `size`. It begins with `size`."""
+
+    def __init__(self, size: float, clock: Clock) -> None:
+        self._per_second, self._clock = size / WINDOW_S, clock
+        self._paid_until = clock()  # the moment at which the growth will have paid for all that was spent
+
+    def spend(self, cost: float) -> float:
+        """Spend `cost`, which must be at most `size`, and return 0. If the budget is too small, spend
+        nothing, and return the seconds until it is large enough."""
+        now = self._clock()
+        until = max(now, self._paid_until) + cost / self._per_second
+        if until > now + WINDOW_S:
+            return until - now - WINDOW_S
+        self._paid_until = until
+        return 0.0
+
+
 class RateLimitedBucket:
     """A bucket that visitors share, for reading only. Each `WINDOW_S` seconds allow `CALLS` calls, and
     `BYTES` bytes for `fetch`; after a quiet time, up to twice as much."""
@@ -374,8 +391,8 @@ class RateLimitedBucket:
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
         self._bucket, self.url, self._lock = bucket, bucket.url, Lock()
         self._pages = 1  # requests that the last listing took
-        self._calls = RateLimit(CALLS / WINDOW_S, CALLS, clock)
-        self._bytes = RateLimit(BYTES / WINDOW_S, BYTES, clock)
+        self._calls = _Budget(CALLS, clock)
+        self._bytes = _Budget(BYTES, clock)
 
     def get(self, key: str) -> bytes:
         self._spend()
@@ -402,9 +419,9 @@ class RateLimitedBucket:
 
     def _spend(self, size: int = 0, calls: int = 1) -> None:
         with self._lock:
-            used, wait_s = f"{CALLS} reads", self._calls.spend("visitors", calls)
+            used, wait_s = f"{CALLS} reads", self._calls.spend(calls)
             if not wait_s:
-                used, wait_s = size_text(BYTES), self._bytes.spend("visitors", size)
+                used, wait_s = size_text(BYTES), self._bytes.spend(size)
         if wait_s:
             problem = f"visitors have used up the {used} that they share in {WINDOW_S / 60:.0f} minutes"
             fix = f"try again in {max(wait_s, 1):.0f} s, or read the bucket with your own token"

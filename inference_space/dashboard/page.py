@@ -32,10 +32,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from delta_weight_sync.errors import BucketError, DeltaWeightSyncError
 from delta_weight_sync.store import Bucket
 from inference_space.dashboard import data, views
+from inference_space.dashboard.calls import check_calls
 from inference_space.dashboard.charts import charts, timeline
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
 from inference_space.dashboard.state import FRAMES, Progress, moments
-from space_guard.requests import FRAMING
+from space_guard.guard import FRAMING
 
 if TYPE_CHECKING:  # the dashboard also runs without a replica
     from delta_weight_sync.vllm.follower import Commands as Controls
@@ -249,8 +250,7 @@ def mount(
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
-    Mount the dashboard after the app's own routes, because it answers every other path. `mount` sets
-    `app.state.dashboard_events` (id of a Gradio event -> how many inputs it has), for `gate.DashboardCalls`.
+    Mount the dashboard after the app's own routes, because it answers every other path.
 
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.
@@ -271,7 +271,9 @@ def mount(
     app.add_middleware(prerendered, view=cache.view, owner=controls is not None)
     blocks = build(cache.view, controls, owner)
     blocks.state_session_capacity = _SESSIONS
-    app.state.dashboard_events = {n: len(event.inputs) for n, event in blocks.fns.items() if event.fn}
+    app.add_middleware(
+        check_calls, events={n: len(event.inputs) for n, event in blocks.fns.items() if event.fn}
+    )
     mounted: FastAPI = gr.mount_gradio_app(
         app,
         blocks,

@@ -1,1 +1,1 @@
-"""What both Spaces share: checks and limits of requests, settings, and the setup page."""
+"""What both Spaces share: the guard in front of their apps, the server, settings, and the setup page."""

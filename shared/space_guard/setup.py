@@ -8,26 +8,24 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from space_guard.requests import FRAMING
+from space_guard.guard import FRAMING
 
 Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 
 _WHERE = "Settings → Variables and secrets"
 _PAGE = Template(Path(__file__).with_name("setup.html").read_text())
 _POLICY = {"content-security-policy": f"default-src 'none'; style-src 'unsafe-inline'; {FRAMING}"}
-_BOOL = TypeAdapter(bool)  # reads a text as the fields of settings do: "true", "1", "yes" and others are true
 MIN_KEY_LENGTH = 16
 
 
@@ -55,27 +53,21 @@ HeaderText = Annotated[str, AfterValidator(_header_text)]
 class SpaceSettings(BaseModel):
     """The settings of a Space: each field is the environment variable `PREFIX` + the field's name.
 
-    On the Hub, a Space needs the setting KEY, with a value that cannot be guessed. KEY may be missing if the
-    setting whose name is in `OPENING` is true.
+    If a Space on the Hub has the setting KEY, its value must be too long to be guessed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     PREFIX: ClassVar[str]
-    OPENING: ClassVar[str]
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
         """The settings in `environ`. Raises `SettingsError`."""
         prefix, problems = cls.PREFIX, dict[str, str]()
         own = {name.removeprefix(prefix): value for name, value in environ.items() if name.startswith(prefix)}
-        if "SPACE_ID" in environ:  # on the Hub
-            opened = False
-            with suppress(ValidationError):  # `model_validate` finds this error again, below
-                opened = _BOOL.validate_python(own.get(cls.OPENING, opened))
-            if 0 < len(key := own.get("KEY", "")) < MIN_KEY_LENGTH:
-                problems[f"{prefix}KEY"] = f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"
-            elif not key and not opened:
-                problems[f"{prefix}KEY"] = "not set"
+        if not (key := own.get("KEY", "")):
+            problems |= cls.problems_without_key(environ)
+        elif "SPACE_ID" in environ and len(key) < MIN_KEY_LENGTH:
+            problems[f"{prefix}KEY"] = f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"
         try:
             settings = cls.model_validate({name.lower(): value for name, value in own.items()})
             problems |= settings.problems(environ)
@@ -89,6 +81,11 @@ class SpaceSettings(BaseModel):
         if problems:
             raise SettingsError(problems)
         return settings
+
+    @classmethod
+    def problems_without_key(cls, environ: Mapping[str, str]) -> Problems:
+        """Why the setting KEY may not be missing; empty if it may."""
+        raise NotImplementedError
 
     def problems(self, environ: Mapping[str, str]) -> Problems:
         """Problems that the fields' types do not show, and problems of variables without `PREFIX`."""

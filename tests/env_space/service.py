@@ -8,12 +8,10 @@ from pathlib import Path
 
 import httpx
 from starlette.testclient import TestClient
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import env_space
 from env_space.app import create_app
 from env_space.settings import Settings
-from space_guard.limits import PROXIES
 from tests.support.waiting import PATIENCE_S, soon
 from trainer.demo.processes import free_port
 
@@ -22,14 +20,8 @@ BRIDE = 1020  # the seed whose secret is "bride" among all words
 
 
 def service(**settings):
-    """A client of a fresh service in this process, behind a proxy as uvicorn has it."""
-    app = ProxyHeadersMiddleware(create_app(Settings(**settings)), PROXIES)
-    return TestClient(app, client=("127.0.0.1", 1))
-
-
-def seen_from(number):
-    """The header by which the Hub's proxy says that visitor `number` asks."""
-    return {"X-Forwarded-For": f"198.51.100.{number}"}
+    """A client of a fresh service in this process."""
+    return TestClient(create_app(Settings(**settings)))
 
 
 def start(client, seed=BRIDE):

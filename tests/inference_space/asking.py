@@ -1,48 +1,56 @@
-"""The gate in front of an app, and its clients: a trainer with the key, and visitors from any address."""
+"""The public port in front of an app that stands for vLLM and the dashboard, and its clients."""
 
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import httpx
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from inference_space.gate import Completions, DashboardCalls, Gate
-from space_guard.limits import Lane
+from inference_space.completions import Completions, Inference
+from inference_space.public_port import add_guard
 from tests import idle_time
 
 KEY = "correct-horse-battery-staple"
 RIGHT = {"X-Space-Key": KEY}
 CONTEXT = 1000  # tokens
-EVENTS = {0: 1, 3: 3}
-LANES = "page", "reading", "inference", "open pages"
-VISITOR, OTHER = "203.0.113.7", "198.51.100.9"
 
 
 async def echo(request: Request) -> Response:
-    """What an app behind the gate gets to see."""
+    """What an app behind the guard gets to see."""
     headers = {name.decode(): value.decode() for name, value in request.headers.raw}
     body = (await request.body()).decode()
     return JSONResponse({"path": request.scope["path"], "body": body, "headers": headers})
 
 
-def gate(app: Callable[[Request], Awaitable[Response]] = echo, *, whole=None, **options) -> Gate:
-    """The gate before the `whole` app, or before one that answers every route in the same way."""
+def guarded(
+    app: Callable[[Request], Awaitable[Response]] = echo, *, key: str = KEY, capacity: int = 8, whole=None
+) -> Starlette:
+    """The public port before the `whole` app, or before one that answers every route in the same way."""
 
     async def answer(request: Request, _: Exception) -> Response:
         return await app(request)
 
-    everything = whole or Starlette(exception_handlers={404: answer})
-    readers = {"completion": Completions(lambda: CONTEXT, batch=8), "event": DashboardCalls(EVENTS)}
-    lanes = {name: Lane(8, 600.0) for name in LANES}
-    return Gate(everything, **{"key": KEY, "lanes": lanes, "readers": readers, **options})
+    vllm = SimpleNamespace(app=Starlette(exception_handlers={404: answer}), alive=lambda: True)
+    port = whole or Starlette(exception_handlers={404: answer})
+    completions = Completions(lambda: CONTEXT, batch=8)
+    port.add_middleware(
+        Inference,
+        vllm=vllm,
+        unready=lambda: None,
+        completions=completions,
+        capacity=capacity,
+        seconds=600.0,
+    )
+    add_guard(port, key)
+    return port
 
 
-def client(app, address: str = VISITOR, **options) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app, client=(address, 1))
-    return httpx.AsyncClient(transport=transport, base_url="http://replica", **options)
+def client(app, **options) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica", **options)
 
 
 async def ask_raw(app, path: str, *received, method: str = "POST", headers=()) -> list:

@@ -2,7 +2,7 @@
 
     python -m tests.inference_space.attack PORT KEY SECONDS
 
-prints how often each attack got each answer. It tries somewhat more than the rate limit of an address.
+prints how often each attack got each answer.
 """
 
 import asyncio

@@ -109,7 +109,7 @@ def test_a_trainer_is_answered_through_all_of_it(trainer, replica, capsys):
     assert grown < 200e6
     assert written < 100e3
     assert next(scribbled) > 100, "HEAD was overwritten all the time"
-    for kind in ("page: 200", "tick: 200", "no_event: 422", "half_a_head: 400", "half_a_body: 413"):
+    for kind in ("page: 200", "tick: 200", "no_event: 422", "big_head: 400", "half_a_body: 413"):
         assert answers.get(kind), f"the attack did not come through: {answers}"
     assert not [answer for answer in answers if ": 5" in answer], answers
     trainer.step()

@@ -33,6 +33,7 @@ SET_UP = {
     "REPLICA_RUN": "first",
     "REPLICA_KEY": "four-random-words-in-a-row",
 }
+LOOPBACK = {"REPLICA_HOST": "127.0.0.1"}
 WRONG = "replica: correct these variables: "
 
 
@@ -80,9 +81,18 @@ def test_each_variable_that_cannot_be_used_is_named_and_no_value_of_a_secret_is_
     assert "geheimnis" not in SETUP.page(problems) + SETUP.sentence(problems)
 
 
-def test_a_set_up_space_starts_and_open_inference_needs_no_key():
+def test_a_set_up_space_starts():
     assert Settings.read(SET_UP).key
-    assert Settings.read(SET_UP | {"REPLICA_KEY": "", "REPLICA_OPEN_INFERENCE": "true"}).open_inference
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_elsewhere_than_on_the_hub_a_replica_on_loopback_needs_no_key(host):
+    environ = {name: value for name, value in SET_UP.items() if name not in ("SPACE_ID", "REPLICA_KEY")}
+    assert Settings.read(environ | {"REPLICA_HOST": host}).key == ""
+    for reachable in ({}, {"REPLICA_HOST": "0.0.0.0"}, {"REPLICA_HOST": "gpu1"}):
+        problems = find_problems(environ | reachable)
+        assert "only a replica with REPLICA_HOST=127.0.0.1 needs no key" in problems["REPLICA_KEY"]
+    assert list(find_problems(environ | {"REPLICA_HOST": host, "SPACE_ID": "me/r"})) == ["REPLICA_KEY"]
 
 
 @pytest.mark.full
@@ -103,10 +113,13 @@ def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, f"{WRONG}REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
-        ({"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"}, f"{WRONG}REPLICA_BUCKET: 'ftp://x' is not"),
+        (LOOPBACK, f"{WRONG}REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
         (
-            {"REPLICA_BUCKET": "file:///tmp", "REPLICA_RUN": "a", "REPLICA_FOLDER": "/tmp"},
+            LOOPBACK | {"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"},
+            f"{WRONG}REPLICA_BUCKET: 'ftp://x' is not",
+        ),
+        (
+            LOOPBACK | {"REPLICA_BUCKET": "file:///tmp", "REPLICA_RUN": "a", "REPLICA_FOLDER": "/tmp"},
             f"{WRONG}REPLICA_FOLDER: /tmp may be written to by every user",
         ),
     ],

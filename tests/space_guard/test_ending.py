@@ -34,9 +34,9 @@ COMMANDS = {
 QUICK = """
 import runpy, sys
 from delta_weight_sync.store import hub
-from space_guard import limits
+from space_guard import serving
 
-hub.CONNECT_S = hub.REQUEST_TIMEOUT = limits.STOP_S = 2
+hub.CONNECT_S = hub.REQUEST_TIMEOUT = serving.STOP_S = 2
 if sys.argv[1] == "trainer.train":
     from trainer import stop
 
@@ -45,10 +45,10 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 STUCK = """
 import sys, threading
-import space_guard.limits as limits
+import space_guard.serving as serving
 from delta_weight_sync.scratch import Scratch
 
-limits.STOP_S, scratch = 0.1, Scratch()
+serving.STOP_S, scratch = 0.1, Scratch()
 threading.Thread(target=threading.Event().wait).start()
 
 
@@ -59,7 +59,7 @@ async def app(scope, receive, send):
         pass
 
 
-limits.serve(app, port=int(sys.argv[1]), lifespan="off", log_level="error")
+serving.serve(app, port=int(sys.argv[1]), lifespan="off", log_level="error")
 """
 
 
@@ -115,7 +115,7 @@ def test_a_signal_whose_exit_is_swallowed_still_ends_a_server() -> None:
     """As in a `__del__` or a callback, where Python only reports the exception."""
     program = """
 import os, signal, time, uvicorn
-from space_guard.limits import serve
+from space_guard.serving import serve
 
 plain = uvicorn.Config.get_loop_factory
 

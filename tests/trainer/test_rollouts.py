@@ -25,7 +25,7 @@ import trainer.policies
 from delta_weight_sync import RolloutError
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import Progress, TrainedGroups
-from inference_space.gate import Completions
+from inference_space.completions import Completions
 from tests.support.http_server import Request, answering
 from tests.support.waiting import PATIENCE_S
 from trainer import rollouts
@@ -84,8 +84,8 @@ def samples_of(conversations: list[list[dict[str, str]]], inherited: int = 4) ->
             rolling = loop._loop.create_task(loop._run_loops(loop._stop_event))
             loop._loop.run_until_complete(stop_when_done())
             rolling.result()
-    gate = Completions(lambda: None, batch=1)
-    assert all(gate.read(body)[1] == 1 for body in asked), "a replica's public port lets them pass"
+    completions = Completions(lambda: None, batch=1)
+    assert all(completions.count(body) == 1 for body in asked), "a replica's public port lets them pass"
     return [samples.get_nowait() for _ in conversations]
 
 
