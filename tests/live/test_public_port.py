@@ -41,12 +41,13 @@ def test_no_detour_leads_anywhere(replica, method, target):
 
 
 def test_it_is_no_proxy(replica):
-    assert sent(replica, "CONNECT 127.0.0.1:22 HTTP/1.1\nHost: replica\n\n")[0] in (400, 404, 405)
+    head = "CONNECT 127.0.0.1:22 HTTP/1.1\nHost: replica\nConnection: close\n\n"
+    assert sent(replica, head)[0] in (400, 404, 405)
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/realtime", "/health", "/gradio_api/queue/join"])
 def test_no_socket_is_upgraded(replica, path):
-    upgrade = "Connection: Upgrade\nUpgrade: websocket\nSec-WebSocket-Version: 13\n"
+    upgrade = "Connection: Upgrade, close\nUpgrade: websocket\nSec-WebSocket-Version: 13\n"
     upgrade += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\n"
     status, _ = sent(replica, f"GET {path} HTTP/1.1\nHost: replica\nX-Space-Key: {KEY}\n{upgrade}\n")
     assert status in (400, 404)
