@@ -180,6 +180,14 @@ def _object(raw: str | bytes) -> Answer | None:
     return value if isinstance(value, dict) else None
 
 
+def _rpc_id(given: Any) -> str | int | None:
+    """The id of a JSON-RPC call, to return it: a text or an integer. None for anything else, such as a text
+    with half a character, which no answer could hold."""
+    if isinstance(given, str):
+        return given if given.isprintable() else None
+    return given if type(given) is int else None
+
+
 def _rules_text(length: int, hard_mode: bool) -> str:
     """The text with which every game begins."""
     hints = "A guess must use every hint that you were given.\n" if hard_mode else ""
@@ -264,7 +272,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, seconds: Histogra
     async def mcp(request: Request) -> Answer:
         """Answer JSON-RPC, which OpenEnv requires of every environment. This environment has no MCP tools."""
         call = _object(await request.body()) or {}
-        answer: Answer = {"jsonrpc": "2.0", "id": call.get("id")}
+        answer: Answer = {"jsonrpc": "2.0", "id": _rpc_id(call.get("id"))}
         if call.get("method") == "tools/list":
             return answer | {"result": {"tools": []}}
         error = {"code": -32601, "message": "This environment has no MCP tools: play over /ws."}

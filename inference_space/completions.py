@@ -1,7 +1,8 @@
 """The inference routes: requests that vLLM can bear, passed directly to vLLM's app in this process.
 
 vLLM trusts its callers. So this module refuses requests that would cost minutes or gigabytes, even with the
-key. vLLM itself checks types, logprobs and lengths in tokens.
+key. vLLM itself checks types, logprobs and lengths in tokens. But it lists up to 15 errors for each wrong
+element, so a list of 100 KB would stop its server for seconds: the shape of the inputs is checked here.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -21,7 +23,9 @@ BYTES_PER_TOKEN = 16  # allowed per token of the context: a token id takes 8, an
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes that no body may exceed, even if the context is long or not known yet
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings in `stop` (OpenAI's limit), characters in all of them
-MAX_ENTRIES = 1024  # of each field that is a list or object, except the inputs
+MAX_ENTRIES = 1024  # of each field that is a list or object, except the prompt; messages; parts of messages
+MAX_VALUES = 4096  # of all messages together, however nested
+MAX_ECHOED = 1024  # tokens, or characters, of all prompts that are echoed with logprobs
 INPUTS = "prompt", "messages"
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (
@@ -81,13 +85,79 @@ class Completions:
         n = 1 if asked.get("n") is None else asked["n"]
         if type(n) is not int or n < 1:  # vLLM would read "64" as 64
             raise ValueError("n must be an integer of at least 1")
+        _check_messages(asked.get("messages"))
         prompt = asked.get("prompt")
+        _check_prompt(prompt)
+        # vLLM would compute the logits of all these tokens at once.
+        if asked.get("echo") and asked.get("logprobs") is not None and _length(prompt) > MAX_ECHOED:
+            limit = f"{MAX_ECHOED} tokens or characters in all"
+            raise ValueError(f"prompts are too long for echo with logprobs: send at most {limit}")
         # A list of integers is the tokens of a single prompt.
         many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         completions = n * (len(prompt) if many and prompt else 1)
         if completions > self.batch:
             raise ValueError(f"too many completions (prompts times n): ask for at most {self.batch}")
         return completions
+
+
+def _check_messages(messages: Any) -> None:
+    """Raise `ValueError` unless these are messages in OpenAI's form, in numbers that vLLM checks quickly."""
+    if messages is None:
+        return
+    wrong = (
+        "messages must be a list of objects, each with a role and content (a text, or objects with a type)"
+    )
+    if not isinstance(messages, list):
+        raise ValueError(wrong)
+    parts: list[Any] = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(wrong)
+        content = message.get("content")
+        if isinstance(content, list):
+            parts += content
+        elif not isinstance(content, str | None):
+            raise ValueError(wrong)
+    if not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts):
+        raise ValueError(wrong)
+    if max(len(messages), len(parts)) > MAX_ENTRIES or _values_in(messages) > MAX_VALUES:
+        limit = f"{MAX_ENTRIES} messages, {MAX_ENTRIES} parts and {MAX_VALUES} values in all"
+        raise ValueError(f"messages are too many: send at most {limit}")
+
+
+def _check_prompt(prompt: Any) -> None:
+    """Raise `ValueError` unless this is a text, a list of texts, tokens, or a list of lists of tokens."""
+    if prompt is None or isinstance(prompt, str):
+        return
+    if isinstance(prompt, list):
+        if all(isinstance(each, str) for each in prompt) or _are_tokens(prompt):
+            return
+        if all(isinstance(each, list) and _are_tokens(each) for each in prompt):
+            return
+    raise ValueError("prompt must be a text, a list of texts, a list of tokens, or a list of lists of tokens")
+
+
+def _are_tokens(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+def _length(prompt: Any) -> int:
+    """Length of all prompts together, in characters or tokens."""
+    if isinstance(prompt, list) and not _are_tokens(prompt):
+        return sum(map(len, prompt))
+    return len(prompt or ())
+
+
+def _values_in(value: Any) -> int:
+    """How many values a JSON value holds, at any depth."""
+    count = 0
+    waiting = [value]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, list | dict):
+            count += len(inner)
+            waiting += inner.values() if isinstance(inner, dict) else inner
+    return count
 
 
 @dataclass

@@ -99,8 +99,11 @@ class PublicKeys:
 def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
     """The key to sign with, if any, and the keys to trust, which include the signing key's public half.
 
-    Raises `KeyFormatError` if a key is invalid, or if the public half is not among the trusted keys.
+    Raises `KeyFormatError` if a key is invalid, if the variable for public keys is set but empty, or if the
+    public half is not among the trusted keys.
     """
+    if PUBLIC_KEY in environ and not environ[PUBLIC_KEY].strip():
+        raise KeyFormatError(f"{PUBLIC_KEY} is empty: name a key, or unset it to check no signatures")
     text = environ.get(SIGNING_KEY, "")
     signing = SigningKey(text) if text else None
     trusted = PublicKeys(environ.get(PUBLIC_KEY, "") or (signing.public if signing else ""))

@@ -204,6 +204,8 @@ def test_the_routes_that_openenvs_tools_need():
     with service() as client:
         schema, about = client.get("/schema").json(), client.get("/metadata").json()
         tools = client.post("/mcp", json={"jsonrpc": "2.0", "id": 7, "method": "tools/list"}).json()
+        given = (b'"a"', b'"\\ud800"', b"NaN", b"true", b"[" * 300 + b"]" * 300, b"{}")
+        ids = [client.post("/mcp", content=b'{"id":' + each + b"}").json()["id"] for each in given]
         refused = [client.post("/mcp", content=body).json() for body in (b"{}", b"[", b"[]", b"\xff")]
     assert {"seed", "split"} <= schema["reset"]["properties"].keys()
     assert schema["action"]["required"] == ["message"]
@@ -211,6 +213,7 @@ def test_the_routes_that_openenvs_tools_need():
     assert "step_count" in schema["state"]["properties"]
     assert (about["name"], about["version"]) == ("wordle", "0.1.0")
     assert tools == {"jsonrpc": "2.0", "id": 7, "result": {"tools": []}}
+    assert ids == ["a", None, None, None, None, None]
     assert {answer["error"]["code"] for answer in refused} == {-32601}
 
 

@@ -136,3 +136,10 @@ def test_keygen_writes_a_pair_once_and_says_the_public_half(tmp_path: Path):
     again = command("keygen", str(file))
     assert (again.code, len(again.complaint.splitlines())) == (1, 1)
     assert "name another file" in again.complaint
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_variable_for_public_keys_does_not_switch_checks_off(monkeypatch, value):
+    monkeypatch.setenv(PUBLIC_KEY, value)
+    with pytest.raises(KeyFormatError, match=f"{PUBLIC_KEY} is empty: name a key, or unset it"):
+        PublicKeys.load()
