@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import math
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from bench.fleet.hub import UNLIMITED, FolderBucket, Hub, Limits, Link, OneMachi
 from delta_weight_sync import cost, reader, records, runlog, util, watch
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
-from delta_weight_sync.publish import outbox, shortcuts, writer
+from delta_weight_sync.publish import outbox, shortcuts, spans, writer
 from delta_weight_sync.publish.blocks import Block
 from delta_weight_sync.publish.sharding import Held
 from delta_weight_sync.records import Manifest
@@ -164,27 +165,36 @@ class Codec:
         bits.syncs += patch.syncs
         self._sleep(cost.APPLY.seconds(0, patch.index.size))
 
-    def diff(self, name: str, old: CountedBits, new: CountedBits) -> CountedPatch:
-        """As `codec.diff`."""
-        self._sleep(cost.DIFF["fp32"].seconds(self._scenario.owned))
-        return CountedPatch(self._scenario, name, new.syncs - old.syncs)
-
     def encode(self, patches: Iterable[Any], _: object, *, base: int, version: int, encoding: Any) -> Sized:
         """As `codec.encode`."""
-        asked, syncs = self._scenario, sum(patch.syncs for patch in patches)
+        asked, name, syncs = self._scenario, "", 0.0
+        for patch in patches:  # at most one
+            name, syncs = patch.name, patch.syncs
         seconds = cost.encode_s(asked.params, asked.changes(syncs), encoding)
         self._sleep(seconds / asked.threads / asked.ranks)
-        return Sized.of(f"{syncs} {base} {version}".encode(), asked.delta_bytes(syncs) / asked.ranks, syncs)
+        return Sized.of(
+            f"{syncs} {base} {version} {name}".encode(), asked.delta_bytes(syncs) / asked.ranks, syncs
+        )
 
-    def apply_delta(self, bits: dict[str, CountedBits], path: Path) -> None:
-        """As `reader.apply_delta`."""
-        (whole,) = bits.values()
-        patch = CountedPatch(self._scenario, whole.name, float(path.read_bytes().split()[0]))
-        self._sleep(cost.DECODE["fast"].seconds(self._scenario.owned, patch.index.size))
-        self.apply(patch, whole)
-        path.unlink()
+    def Delta(self, path: Path) -> Any:  # noqa: N802 - the name of the class that it stands for
+        """As `codec.Delta`."""
+        syncs, base, version, *names = path.read_bytes().split()
+        patches = [CountedPatch(self._scenario, name.decode(), float(syncs)) for name in names]
 
-    def map_folder(self, folder: Path, _: str = "r") -> dict[str, CountedBits]:
+        def decode(*_: object) -> list[Any]:
+            for patch in patches:
+                self._sleep(cost.DECODE["fast"].seconds(self._scenario.owned, patch.index.size))
+            return [SimpleNamespace(patches=lambda _: patches)]
+
+        rows = [SimpleNamespace(name=patch.name, group=0) for patch in patches]
+        found = {"tensors": rows, "groups": rows, "reads_old": False, "decode": decode}
+        return SimpleNamespace(base=int(base), version=int(version), **found)
+
+    def digest_change(self, patch: Any, _: object) -> int:
+        """As `spans.digest_change`: see `CountedMirror.keep`."""
+        return int(patch.syncs)
+
+    def map_folder(self, folder: Path) -> dict[str, CountedBits]:
         """As `checkpoint.map_folder`."""
         return {self._disk[folder].name: self._disk[folder]}
 
@@ -196,11 +206,6 @@ class Codec:
         self._disk[path.parent] = bits(name).copy()
         with path.open("wb") as file:
             file.truncate(2 * self._scenario.owned)
-        self._sleep(cost.SAVE.seconds(self._scenario.owned))
-
-    def copytree(self, old: Path, new: Path, **_: bool) -> None:
-        """As `shutil.copytree`."""
-        self._disk[new] = self._disk[old].copy()
         self._sleep(cost.SAVE.seconds(self._scenario.owned))
 
     def require_digest(self, *_: object) -> None:
@@ -218,6 +223,11 @@ class CountedMirror:
     def add(self, name: str, *_: object) -> None:
         """As in `Mirror`."""
         self._bits = CountedBits(name)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """As in `Mirror`."""
+        return {self._bits.name: (self._scenario.owned,)}
 
     def bits(self, _: str) -> CountedBits:
         """As in `Mirror`."""
@@ -433,8 +443,8 @@ class Fleet:
         """What is replaced in each module: time, threads, and all code that computes with weights."""
         clock, asked = self.clock, self.asked
         codec, both = Codec(asked, clock), {"threading": clock.threading, "time": clock.time}
-        files = {name: getattr(codec, name) for name in ("map_folder", "apply_delta", "require_digest")}
-        shutil = SimpleNamespace(copytree=codec.copytree)
+        files = {name: getattr(codec, name) for name in ("map_folder", "require_digest", "digest_change")}
+        disk = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=math.inf), rmtree=shutil.rmtree)
         mirror, layout = (
             (lambda *_, **__: CountedMirror(asked, clock)),
             functools.partial(CountedLayout, self),
@@ -455,7 +465,8 @@ class Fleet:
                 "time": clock.time,
                 "file_sha256": lambda path: hashlib.sha256(stand_in(path)).hexdigest(),
             },
-            shortcuts: files | {"threading": clock.threading, "codec": codec, "shutil": shutil},
+            shortcuts: files | {"threading": clock.threading, "codec": codec, "shutil": disk},
+            spans: {"codec": codec},
             outbox: both
             | {"codec": codec, "Mirror": mirror, "write_bits": codec.write_bits}
             | {"Peers": lambda **_: Seat(self._background, getcurrent().owner.number)},

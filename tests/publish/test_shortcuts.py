@@ -7,14 +7,14 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_weight_sync.checkpoint import WEIGHTS
-from delta_weight_sync.codec import Delta, Encoding
+from delta_weight_sync import codec
+from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.writer import RunWriter, Stored
 from delta_weight_sync.records import DeltaRef
 from delta_weight_sync.store import open_bucket
-from tests.support.real_run import RUN, Drifting, SlowLink, is_built
+from tests.support.real_run import RUN, TENSORS, Drifting, SlowLink, is_built
 from tests.support.records import manifest_of
 
 
@@ -47,17 +47,29 @@ def test_a_joiner_takes_few_files_and_every_version_is_exact(run, tmp_path):
     assert sum(delta.size for delta in way.deltas) < naive
 
 
-SHARES = {"in memory": (1 << 24, 3), "a file after some versions": (3000, 10**9), "files": (0, 10**9)}
+BUDGETS = {"in memory": (1 << 24, 3), "in files after some versions": (3000, 10**9), "in files": (0, 10**9)}
 
 
-def jumps(
-    folder: Path, dtype: torch.dtype, encoding: Encoding, monkeypatch, budget: tuple[int, int]
-) -> list[bytes]:
-    """All jumps of a run, in which weights change and change back, that a second trainer resumes."""
-    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._SMALLEST", budget[0])
-    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._SHARE", budget[1])
+def set_budget(monkeypatch: pytest.MonkeyPatch, budget: str) -> None:
+    """Where patches wait for their jump."""
+    smallest, share = BUDGETS[budget]
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._SMALLEST", smallest)
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._SHARE", share)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    ("dtype", "encoding", "drift"),
+    [(torch.float32, "fast", 1e-5), (torch.bfloat16, "small", 1e-5), (torch.bfloat16, "fast", 0.3)],
+)
+def test_a_jump_is_the_difference_of_two_checkpoints(tmp_path, monkeypatch, dtype, encoding, drift, budget):
+    """Byte for byte, where weights change and change back, and after a resume. With the largest drift, a
+    delta holds the new bits of every weight, so the delta cannot be read without the old ones."""
+    set_budget(monkeypatch, budget)
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts.STRIDES", (4, 16))
+    monkeypatch.setattr(RunWriter, "anchor_is_due", lambda _: False)
     for life in range(2):
-        run = Drifting(folder, seed=life, encoding=encoding)
+        run = Drifting(tmp_path / "bucket", seed=life, encoding=encoding, drift=drift)
         run.weights = {name: weight.to(dtype) for name, weight in run.weights.items()}
         before = {name: weight.clone() for name, weight in run.weights.items()}
         for number in range(18):
@@ -67,29 +79,65 @@ def jumps(
                     weight.view(-1)[number:].copy_(before[name].view(-1)[number:])
             run.settle()
         run.close()
-    jumps = sorted((folder / f"runs/{RUN}/jumps").iterdir(), key=lambda path: path.name.split(".t")[0])
-    return [path.read_bytes() for path in jumps]
+    jumps = run.newest.jumps
+    assert {(0, 4), (12, 16), (0, 16), (18, 20), (32, 36), (18, 32)} <= {*spans(jumps)}
+    for jump in jumps:
+        old, new = (
+            run.reader.checkout(run.reader.manifest(version), tmp_path / f"{version}")
+            for version in (jump.base, jump.version)
+        )
+        patches = [codec.diff(name, old[name], new[name]) for name in TENSORS]
+        of = {"base": jump.base, "version": jump.version, "encoding": encoding}
+        path = run.reader.fetch(jump, tmp_path)
+        assert codec.Delta(path).reads_old or (encoding, drift) == ("fast", 1e-5)
+        assert path.read_bytes() == codec.encode(patches, old.__getitem__, **of)
 
 
-@pytest.mark.parametrize(("dtype", "encoding"), [(torch.float32, "fast"), (torch.bfloat16, "small")])
-def test_a_jump_merged_from_patches_is_the_difference_of_two_checkpoints(
-    tmp_path, monkeypatch, dtype, encoding
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_disk_has_only_small_files_until_the_longest_jump_is_made(run, monkeypatch, budget):
+    set_budget(monkeypatch, budget)
+    folder = run.outbox.shortcuts.folder
+    run.steps(63)
+    kept = [*folder.iterdir()]
+    assert len(kept) == {"in memory": 7, "in files": 14}.get(budget, len(kept))
+    deltas = sum(delta.size for delta in run.newest.deltas)
+    assert 0 < sum(path.stat().st_size for path in kept) < deltas / 2
+    run.steps(1)
+    assert [*folder.iterdir()] == []
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+def test_jumps_and_anchors_are_exact_though_the_mirror_is_ahead(
+    tmp_path, monkeypatch, request, encoding, budget
 ):
-    """Byte for byte, also after a resume and where patches outgrow their budget on the way."""
-    monkeypatch.setattr(RunWriter, "anchor_is_due", lambda _: False)
-    made = [jumps(tmp_path / name, dtype, encoding, monkeypatch, budget) for name, budget in SHARES.items()]
-    assert len(made[0]) == 4
-    assert made[0] == made[1] == made[2]
-
-
-def test_a_short_jump_takes_no_copy_of_the_checkpoint_and_decodes_nothing(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("delta_weight_sync.publish.shortcuts.apply_delta", None)
-    run.steps(18)
-    assert spans(run.newest.jumps)[-2:] == [(0, 8), (8, 16)]
-    assert not (run.outbox.shortcuts.folder / "from-8").exists()
-    jump = run.newest.jumps[-1]
-    delta = Delta(run.reader.fetch(jump, tmp_path))
-    assert (delta.base, delta.version, sum(t.changes for t in delta.tensors)) == (8, 16, jump.changed)
+    """Versions were published, and a sync waits, before they are made."""
+    set_budget(monkeypatch, budget)
+    monkeypatch.setattr(RunWriter, "anchor_is_due", lambda self: self.newest.version == 9)
+    with closing(Drifting(tmp_path / "bucket", encoding=encoding)) as run:
+        jumps = SlowLink(run.reader.bucket, "/jumps/")
+        request.addfinalizer(jumps.up.set)
+        for _ in range(17):
+            run.step()
+        jumps.wait()
+        deltas = SlowLink(run.reader.bucket, "/deltas/")
+        request.addfinalizer(deltas.up.set)
+        for _ in range(2):  # the second sync waits for the first
+            run.move()
+            run.publish()
+            deltas.wait()
+        jumps.up.set()
+        run.settle()
+        deltas.up.set()
+        run.flush()
+        newest = run.step()
+        assert (newest.anchor.version, spans(newest.jumps)) == (9, [(0, 8), (8, 16)])
+        jump = next(jump for jump in newest.jumps if jump.version == 16)
+        state = run.reader.checkout(run.reader.manifest(8), tmp_path / "8")
+        run.reader.apply(state, [jump], tmp_path)
+        assert to_hex(state_digest(state)) == run.reader.manifest(16).digest
+        assert newest.recipe().anchor == newest.anchor
+        is_built(run.reader, newest.version, tmp_path)
 
 
 def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path, caplog):
@@ -144,21 +192,29 @@ def test_a_jump_that_was_not_uploaded_is_made_with_the_next_version(run, tmp_pat
     is_built(run.reader, 11, tmp_path)
 
 
-def test_a_full_disk_costs_shortcuts_and_nothing_else(run, tmp_path, monkeypatch, caplog):
-    def full(*_: object, **__: object) -> None:
-        raise OSError("No space left on device")
-
+def test_a_full_disk_costs_jumps_and_nothing_else(run, tmp_path, monkeypatch, caplog):
+    set_budget(monkeypatch, "in files")
     with monkeypatch.context() as patch:
-        patch.setattr("delta_weight_sync.publish.shortcuts.shutil.copytree", full)
-        patch.setattr("delta_weight_sync.publish.shortcuts._budget", lambda _: 0)  # patches are in files
-        run.steps(2)
+        full = mock.Mock(side_effect=OSError("No space left on device"))
+        patch.setattr("delta_weight_sync.publish.shortcuts.write", full)
+        run.steps(8)
     assert "no jumps and anchors for now: No space left on device" in caplog.text
-    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._RESTART_EVERY", 4)
-    run.steps(15)
-    assert spans(run.newest.jumps) == [(4, 8), (8, 16)]
-    assert run.newest.version == 17
-    assert [*run.outbox.shortcuts.folder.glob("*.delta")] == []
+    run.steps(9)
+    assert spans(run.newest.jumps) == [(8, 16)]
     is_built(run.reader, 17, tmp_path)
+
+
+def test_an_anchor_does_not_fill_the_disk(run, monkeypatch, caplog):
+    monkeypatch.setattr(RunWriter, "anchor_is_due", lambda self: not (self.ordered or self._new_anchor))
+    with monkeypatch.context() as patch:
+        usage = mock.Mock(return_value=mock.Mock(free=2 * 15_263))  # the model has 15,264 weights
+        patch.setattr("delta_weight_sync.publish.shortcuts.shutil.disk_usage", usage)
+        run.steps(3)
+    assert "no jumps and anchors for now: [Errno 28] No space left on device" in caplog.text
+    assert run.newest.anchor.version == 0
+    run.steps(2)
+    assert run.newest.anchor.version == 4
+    assert [*run.outbox.shortcuts.folder.iterdir()] == []
 
 
 def test_an_anchor_is_named_though_what_comes_after_its_upload_fails(run, monkeypatch):
@@ -168,15 +224,16 @@ def test_an_anchor_is_named_though_what_comes_after_its_upload_fails(run, monkey
     assert run.newest.anchor.version == 1
 
 
-def test_a_copy_that_somebody_wrote_into_makes_no_jump(run, caplog):
+def test_a_file_that_somebody_wrote_into_makes_no_jump(run, monkeypatch, caplog):
+    set_budget(monkeypatch, "in files")
     run.steps(7)
-    path = run.outbox.shortcuts.path / WEIGHTS
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    files = sorted(run.outbox.shortcuts.folder.iterdir())
+    files[3].write_bytes(files[4].read_bytes())
     run.steps(2)
     assert "version 8 has digest" in caplog.text
     assert run.newest.jumps == ()
+    run.steps(8)
+    assert spans(run.newest.jumps) == [(8, 16)]
 
 
 @pytest.mark.parametrize(("version", "due"), [(500, False), (9000, True)])

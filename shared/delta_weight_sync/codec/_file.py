@@ -152,13 +152,15 @@ def _stream(file: Any, key: str) -> NDArray[np.uint8]:
 
 
 def encode(
-    patches: Iterable[Patch], old: Old, *, base: int, version: int, encoding: Encoding = "fast"
+    patches: Iterable[Patch], old: Old | None, *, base: int, version: int, encoding: Encoding = "fast"
 ) -> bytes:
     """Encode a delta file.
 
     Args:
         patches: The changes. They are consumed one by one, so not all of them have to be in memory.
-        old: Returns the bits of a tensor at version `base` (uint16, C-contiguous).
+        old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). It is asked only for
+            tensors whose patches are still in use here. None: encode so that a reader needs no such bits.
+            Then `encoding` must be `fast`.
         base: The version that the patches start from.
         version: The version that the patches lead to.
         encoding: `fast`, or `small`: about 30 % fewer bytes, but more computation.

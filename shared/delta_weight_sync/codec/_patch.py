@@ -31,7 +31,7 @@ ULP_CLASSES = ("1", "2", "3-4", "5-16", "17-256", "257+")  # sizes of changes in
 _CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # smallest size in each class but the first
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Patch:
     """The changed words of one tensor; an element of a 16-bit dtype is one word.
 

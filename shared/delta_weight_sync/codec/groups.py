@@ -309,30 +309,33 @@ def _unpack(frame: Bytes, size: int) -> Bytes:
     return np.frombuffer(unpacked, np.uint8)
 
 
-def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Mode) -> Iterator[tuple[Mode, list[Patch], Old]]:
+def encode_jobs(
+    patches: Iterable[Patch], old: Old | None, sparse: Mode
+) -> Iterator[tuple[Mode, list[Patch], Old]]:
     """Yield each group: its mode, its patches, and a function that returns a tensor's old bits.
 
     Consecutive tensors that take the fewest bytes in the same mode form a group. A tensor with few changes is
-    always coded in the mode that the argument `sparse` names.
+    always coded in the mode that the argument `sparse` names. Without `old`, no mode reads old bits.
     """
 
     def words(name: str) -> Bits:
         """The old bits; of a mapped tensor whose elements have one byte, they come as uint8."""
+        assert old is not None
         return old(name).astype(np.uint16, copy=False)
 
     members: list[Patch] = []
     mode, elements = sparse, 0
     for patch in patches:
-        others = _other_modes(patch)
+        others = [mode for mode in _other_modes(patch) if old or not LAYOUTS[mode].reads_old]
         best = _smallest([sparse, *others], patch, words) if others else sparse
         if members and (best != mode or elements >= GROUP_ELEMENTS):
-            yield mode, members, read_old(mode, [p.name for p in members], old).__getitem__
+            yield mode, members, read_old(mode, [p.name for p in members], words).__getitem__
             members, elements = [], 0
         mode = best
         members.append(patch)
         elements += patch.numel
     if members:
-        yield mode, members, read_old(mode, [p.name for p in members], old).__getitem__
+        yield mode, members, read_old(mode, [p.name for p in members], words).__getitem__
 
 
 def _smallest(modes: Sequence[Mode], patch: Patch, old: Old) -> Mode:

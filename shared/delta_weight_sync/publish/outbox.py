@@ -8,8 +8,9 @@ outbox merges no later sync into a pinned one.) At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
-So no change is lost. To get a tensor's published bits for the encoder, the outbox copies the tensor from the
-mirror, and undoes the update in flight and the pending updates in the copy.
+So no change is lost. To get a tensor's bits at a published version, the outbox copies the tensor from the
+mirror, and undoes in the copy what came after the version: pending updates, the update in flight, and perhaps
+versions whose changes `shortcuts` still has. A concurrent sync waits for the copy of one tensor at most.
 
 Each rank has an outbox for the tensors that it owns. The outboxes publish in step: the same syncs become the
 same update on all ranks. Each outbox stores its part of the delta; then rank 0 publishes the manifest.
@@ -41,7 +42,8 @@ from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.hub_copy import HubCopy, fingerprint
 from delta_weight_sync.publish.mirror import Mirror, Place
 from delta_weight_sync.publish.sharding import Held, Owners, Peers, Shards, union
-from delta_weight_sync.publish.shortcuts import Published, Shortcuts, undone
+from delta_weight_sync.publish.shortcuts import Published, Shortcuts, consumed
+from delta_weight_sync.publish.spans import undo
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
@@ -140,6 +142,7 @@ class Outbox:
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # of the tensors that every sync must hand over
         self._files: dict[str, list[str]] = {}  # each checkpoint file of this rank -> its tensors
+        self._index = ""  # content of the checkpoint's index, on rank 0 and if there are several files
         self._words = 0  # of all tensors
         self._full_bytes = 0
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # version of the newest anchor
@@ -154,7 +157,7 @@ class Outbox:
         self._failure: BaseException | None = None
         self._trouble: errors.BucketError | None = None  # why the version in flight is not in the bucket yet
         self._changed = threading.Condition()
-        self.shortcuts = Shortcuts(writer, encoding, keep)
+        self.shortcuts = Shortcuts(writer, encoding, keep, self._changed, self._bits, self._write)
         try:
             self._resume()
         except BaseException:
@@ -275,7 +278,7 @@ class Outbox:
         if self.shapes:
             self.digest = newest.digest
             self._lay_out()
-            self.shortcuts.restart(newest.version)
+            self.shortcuts.restart(newest.version, to_hex(self.mirror.digest), self.mirror.shapes)
 
     def _checked(self, weights: Iterable[Held]) -> Iterator[tuple[str, str, Bits]]:
         for held in weights:
@@ -298,7 +301,7 @@ class Outbox:
                 self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16), dtype)
 
     def _lay_out(self) -> None:
-        """Divide the tensors among the files of a checkpoint, and write this rank's files."""
+        """Divide the tensors among the files of a checkpoint."""
         specs = self.specs
         self._words = sum(map(math.prod, self.shapes.values()))
         self._full_bytes = sum(spec.nbytes for spec in specs.values())
@@ -317,9 +320,7 @@ class Outbox:
         if self._peers.main and count > 1:
             inside = itertools.chain(*ranks)
             index = {name: file for file, some in zip(names, inside, strict=True) for name in some}
-            content = json.dumps({"metadata": {}, "weight_map": index})
-            (self.shortcuts.path / INDEX).write_text(content)
-        self._write(self.shortcuts.path)
+            self._index = json.dumps({"metadata": {}, "weight_map": index})
 
     def _idle(self) -> bool:
         return not self._busy and (self._held or not self._updates)
@@ -406,7 +407,7 @@ class Outbox:
         version = 0 if self.version is None else self.version + 1
         files = self._copied()
         if files is None:
-            files = self._writer.put_weights(version, sorted(self.shortcuts.path.iterdir()))
+            files = self._writer.put_weights(version, consumed(self._write(version, self.shortcuts.folder)))
         stored: list[tuple[list[FileRef], Counts]] = self._peers.exchange((files, self._counts()))
         manifest = None
         if isinstance(self._writer, RunWriter):
@@ -414,7 +415,7 @@ class Outbox:
             manifest = self._commit(self._writer, base, (), anchor)
             self._report(manifest, base, 0.0, [counts for _, counts in stored[1:]])
         self._writer.newest = self._peers.exchange(manifest)[0]
-        self.shortcuts.restart(version)
+        self.shortcuts.restart(version, own, self.mirror.shapes)
 
     def _copied(self) -> list[FileRef] | None:
         """Let the Hub copy the base's files, if they are version 0. Return the files of the anchor that this
@@ -436,7 +437,7 @@ class Outbox:
                 )
                 # Rank 0 takes its update here; the other ranks do so below, after they have met rank 0. In
                 # between, no rank merges a sync into this update, because rank 0 decides that (see `_add`).
-                job = self._updates.pop(0) if self._peers.main and not self._closed else None
+                job = self._take() if self._peers.main and not self._closed else None
                 self._busy, self._reported = True, False
             try:
                 with self._thread_peers.fail_together():
@@ -446,7 +447,7 @@ class Outbox:
                     if isinstance(self._writer, RunWriter):
                         self._writer.collect([stored for _, stored in met])
                     with self._changed:
-                        job = job or self._updates.pop(0)
+                        job = job or self._take()
                     self._publish(job)
             except BaseException as error:  # noqa: BLE001 - raised again in the trainer's thread
                 self._failure = self._failure or error
@@ -456,9 +457,15 @@ class Outbox:
                 self._busy = False
                 self._changed.notify_all()
 
+    def _take(self) -> PendingUpdate:
+        """Take the oldest pending update, to publish it. The caller holds the lock."""
+        job = self._updates.pop(0)
+        self.shortcuts.begin((self.version or 0) + 1, job.own, job.patches)
+        return job
+
     def _publish(self, job: PendingUpdate) -> None:
         version, started = (self.version or 0) + 1, time.perf_counter()
-        old = functools.partial(self._before, job)
+        old = functools.partial(self._bits, version=version - 1)
         data = codec.encode(job.patches, old, base=version - 1, version=version, encoding=self._encoding)
         encode_s, changed = time.perf_counter() - started, sum(p.index.size for p in job.patches)
         put, writer = functools.partial(self._writer.put_delta, version, data, changed), self._writer
@@ -480,8 +487,7 @@ class Outbox:
         news = self._thread_peers.exchange(news)[0]
         if news:
             self._writer.newest = news[0]
-            published = Published(news[0], job.patches, job.own, anchor=news[1])
-            self.shortcuts.add(published, data, self._write)
+            self.shortcuts.add(Published(news[0], job.own, anchor=news[1]), data)
 
     def _until_stored(
         self, version: int, attempt: Callable[[], Kind], again: Callable[[], Kind]
@@ -508,17 +514,25 @@ class Outbox:
             time.sleep(_RETRY_S)
         return None
 
-    def _write(self, folder: Path) -> None:
-        """Write this rank's published weights as files. A concurrent sync waits for one tensor at most."""
+    def _write(self, version: int, folder: Path) -> Iterator[Path]:
+        """Write this rank's files of a version's checkpoint; yield the path of each once it is written."""
+        bits = functools.partial(self._bits, version=version)
         for file, names in self._files.items():
-            shapes = {name: self.shapes[name] for name in names}
-            write_bits(shapes, functools.partial(self._before, None), folder / file, self.dtypes)
+            write_bits({name: self.shapes[name] for name in names}, bits, folder / file, self.dtypes)
+            yield folder / file
+        if self._index:
+            (folder / INDEX).write_text(self._index)
+            yield folder / INDEX
 
-    def _before(self, job: PendingUpdate | None, name: str) -> Bits:
-        """Return a tensor's bits before the pending updates, and before the update `job`."""
+    def _bits(self, name: str, version: int) -> Bits:
+        """Return a copy of a tensor's bits at a version after which `shortcuts` has all changes."""
         with self._changed:
-            updates = filter(None, (*reversed(self._updates), job))
-            return undone(self.mirror.bits(name), (update.by_name.get(name) for update in updates))
+            bits = self.mirror.bits(name).copy()
+            updates = self._updates[::-1]
+            spans = self.shortcuts.after(version)[::-1]
+        undo(bits, (update.by_name.get(name) for update in updates))
+        undo(bits, (span.patch(name) for span in spans))
+        return bits
 
     def _commit(
         self, writer: RunWriter, job: PendingUpdate, delta: Sequence[DeltaRef], anchor: AnchorRef | None

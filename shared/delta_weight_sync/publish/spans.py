@@ -1,0 +1,105 @@
+"""Spans: the changes that lead from one version to a later one, in memory or in a small file.
+
+Spans that follow one another merge exactly, tensor by tensor. They also lead back: without the spans after a
+version, newer bits of a tensor are the bits of that version.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import Shapes
+from delta_weight_sync.codec import Bits, Patch
+from delta_weight_sync.codec.groups import GROUP_ELEMENTS
+from delta_weight_sync.digest import change_digest
+from delta_weight_sync.errors import CodecError
+
+
+class Span:
+    """What changed in this rank's tensors from version `base` to `version`, and their digest at `version`."""
+
+    def __init__(
+        self, base: int, version: int, digest: str, changes: Iterable[Patch] | Path | OSError, shapes: Shapes
+    ) -> None:
+        """`changes`: the patches, or a file from `write`, or why that file could not be written. `shapes`
+        must have the changed tensors."""
+        self.base, self.version, self.digest = base, version, digest
+        self._source, self._shapes = changes, shapes
+        self._patches: dict[str, Patch] = {}  # all patches; of a file, those of one group
+        if not isinstance(changes, Path | OSError):
+            self._patches = {patch.name: patch for patch in changes}
+        self.nbytes = sum(p.index.nbytes + p.ulps.nbytes for p in self._patches.values())  # in memory
+        self._delta: codec.Delta | None = None
+        self._groups: dict[str, int] = {}  # each tensor of the file -> its group in the file
+
+    def patch(self, name: str) -> Patch | None:
+        """The changes of a tensor; None if there are none. Only one thread may read a span in a file."""
+        if isinstance(self._source, OSError):
+            raise self._source
+        if isinstance(self._source, Path) and not self._delta:
+            self._delta = codec.Delta(self._source)
+            self._groups = {row.name: row.group for row in self._delta.tensors}
+        if self._delta and name in self._groups and name not in self._patches:
+            one = self._groups[name], len(self._delta.groups)
+            groups = self._delta.decode(self._shapes, _no_bits, one)
+            self._patches = {patch.name: patch for group in groups for patch in group.patches(self._shapes)}
+        return self._patches.get(name)
+
+    def rest(self) -> None:
+        """Free the memory that reading the file took."""
+        if isinstance(self._source, Path):
+            self._patches, self._groups, self._delta = {}, {}, None
+
+    def delete(self) -> None:
+        """Delete the file, if any."""
+        if isinstance(self._source, Path):
+            self._source.unlink(missing_ok=True)
+
+
+def write(path: Path, data: bytes, patches: Callable[[], Iterable[Patch]]) -> None:
+    """Write the file of a span, which needs no older bits to be read. `data`: the delta of the `patches`."""
+    path.write_bytes(data)
+    delta = codec.Delta(path)
+    if delta.reads_old:
+        path.write_bytes(codec.encode(patches(), None, base=delta.base, version=delta.version))
+
+
+def merged(spans: Sequence[Span], shapes: Shapes) -> Iterator[Patch]:
+    """Yield the patches of all spans as one patch per tensor, in the order of `shapes`.
+
+    Memory holds one decoded group of one file, and the merged patches of about as many elements.
+    """
+    names, elements = list[str](), 0
+    for name, shape in shapes.items():
+        names.append(name)
+        elements += math.prod(shape)
+        if elements >= GROUP_ELEMENTS:
+            yield from _merged(spans, names)
+            names, elements = [], 0
+    yield from _merged(spans, names)
+
+
+def _merged(spans: Sequence[Span], names: Sequence[str]) -> Iterator[Patch]:
+    found: list[Patch] = []
+    for span in spans:
+        found = codec.merge(found, [*filter(None, map(span.patch, names))])
+        span.rest()
+    by_name = {patch.name: patch for patch in found}
+    yield from (by_name[name] for name in names if name in by_name)
+
+
+def undo(bits: Bits, patches: Iterable[Patch | None]) -> None:
+    """Undo patches (newest first; None stands for no change) in a tensor's bits, in place."""
+    for patch in filter(None, patches):
+        codec.apply(codec.inverse(patch), bits)
+
+
+def digest_change(patch: Patch, bits: Bits) -> int:
+    """How a patch, after which a tensor has these `bits`, has changed the digest."""
+    new = bits.reshape(-1)[patch.index]
+    return change_digest(patch.name, patch.index, new - patch.ulps, new)
+
+
+def _no_bits(name: str) -> Bits:
+    raise CodecError(f"{name}: the file of a span must not need older bits")
