@@ -136,7 +136,7 @@ def _stored(reader: RunReader, kind: str) -> int:
 def _background() -> dict[str, Any]:
     """CPU seconds per version of all threads but the trainer's, of a larger model."""
     share, shortcuts = _spent()
-    with mock.patch.object(Shortcuts, "add", return_value=None):
+    with mock.patch.multiple(Shortcuts, begin=mock.DEFAULT, add=mock.DEFAULT):
         _, alone = _spent()
     spent = {"with": shortcuts, "without": alone}
     return {"weights": _LARGE, "versions": _LARGE_STEPS, "share": share, "cpu_s": spent}

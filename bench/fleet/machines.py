@@ -165,7 +165,9 @@ class Codec:
         bits.syncs += patch.syncs
         self._sleep(cost.APPLY.seconds(0, patch.index.size))
 
-    def encode(self, patches: Iterable[Any], _: object, *, base: int, version: int, encoding: Any) -> Sized:
+    def encode(
+        self, patches: Iterable[Any], _: object, *, base: int, version: int, encoding: Any = "fast", **__: int
+    ) -> Sized:
         """As `codec.encode`."""
         asked, name, syncs = self._scenario, "", 0.0
         for patch in patches:  # at most one

@@ -273,14 +273,12 @@ def test_publishing_takes_one_bf16_copy_of_the_model(tmp_path):
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | COUNTED)
     deltas, jump = map(int, done.stdout.split())
     assert MIRROR <= deltas < 1.25 * MIRROR, "one copy, and no second one"
-    assert jump < 1.95 * MIRROR  # measured: 1.89, rarely 1.90, by when the threads run
+    assert jump < 2.2 * MIRROR  # measured: 2.11 to 2.13
 
 
 def publish(folder: Path) -> None:
     """Publish ten versions, 0.5 % changed in each; print by how many bytes large blocks grew at most: in
     three versions, and in all, with a jump.
-
-    The copies that jumps are made from are files, whose pages are not counted.
     """
     torch.set_num_threads(1)
     util.THREADS = 1  # each codes a group of tensors, in memory of its own

@@ -101,7 +101,7 @@ def test_the_disk_has_only_small_files_until_the_longest_jump_is_made(run, monke
     kept = [*folder.iterdir()]
     assert len(kept) == {"in memory": 7, "in files": 14}.get(budget, len(kept))
     deltas = sum(delta.size for delta in run.newest.deltas)
-    assert 0 < sum(path.stat().st_size for path in kept) < deltas / 2
+    assert 0 < sum(path.stat().st_size for path in kept) < deltas / 2, "no weights"
     run.steps(1)
     assert [*folder.iterdir()] == []
 

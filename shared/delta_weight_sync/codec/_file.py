@@ -152,7 +152,13 @@ def _stream(file: Any, key: str) -> NDArray[np.uint8]:
 
 
 def encode(
-    patches: Iterable[Patch], old: Old | None, *, base: int, version: int, encoding: Encoding = "fast"
+    patches: Iterable[Patch],
+    old: Old | None,
+    *,
+    base: int,
+    version: int,
+    encoding: Encoding = "fast",
+    group_elements: int | None = None,
 ) -> bytes:
     """Encode a delta file.
 
@@ -164,6 +170,8 @@ def encode(
         base: The version that the patches start from.
         version: The version that the patches lead to.
         encoding: `fast`, or `small`: about 30 % fewer bytes, but more computation.
+        group_elements: A group, which readers decode whole, ends with the tensor that reaches this many
+            elements. None, and at most: `GROUP_ELEMENTS`.
 
     Returns:
         The bytes of the file.
@@ -172,7 +180,8 @@ def encode(
     described: list[Group] = []
     streams: Streams = {}
     sparse: Mode = "bands" if encoding == "small" else "gaps"
-    jobs = groups.encode_jobs((patch for patch in patches if patch.index.size), old, sparse)
+    most = group_elements or groups.GROUP_ELEMENTS
+    jobs = groups.encode_jobs((patch for patch in patches if patch.index.size), old, sparse, most)
     for members, (group, coded) in in_order(lambda job: (job[1], groups.encode_group(*job)), jobs):
         table += [(p.name, p.shape, p.index.size, len(described)) for p in members]
         streams |= {f"{len(described)}.{key}": stream for key, stream in coded.items()}

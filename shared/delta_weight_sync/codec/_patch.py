@@ -161,7 +161,9 @@ def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
             index = np.empty(earlier.index.size + later.index.size, np.int64)
             ulps = np.empty(index.size, np.uint16)
             count = _merge(earlier.index, earlier.ulps, later.index, later.ulps, index, ulps)
-            merged[name] = Patch(name, shape, index[:count].copy(), ulps[:count].copy())
+            for array in (index, ulps):
+                array.resize(count, refcheck=False)  # in place: a copy of a large tensor's changes is large
+            merged[name] = Patch(name, shape, index, ulps)
     return [p for p in merged.values() if p.index.size]
 
 

@@ -310,12 +310,13 @@ def _unpack(frame: Bytes, size: int) -> Bytes:
 
 
 def encode_jobs(
-    patches: Iterable[Patch], old: Old | None, sparse: Mode
+    patches: Iterable[Patch], old: Old | None, sparse: Mode, most: int
 ) -> Iterator[tuple[Mode, list[Patch], Old]]:
     """Yield each group: its mode, its patches, and a function that returns a tensor's old bits.
 
     Consecutive tensors that take the fewest bytes in the same mode form a group. A tensor with few changes is
-    always coded in the mode that the argument `sparse` names. Without `old`, no mode reads old bits.
+    always coded in the mode that the argument `sparse` names. A group ends with the tensor that reaches
+    `most` elements. Without `old`, no mode reads old bits.
     """
 
     def words(name: str) -> Bits:
@@ -328,7 +329,7 @@ def encode_jobs(
     for patch in patches:
         others = [mode for mode in _other_modes(patch) if old or not LAYOUTS[mode].reads_old]
         best = _smallest([sparse, *others], patch, words) if others else sparse
-        if members and (best != mode or elements >= GROUP_ELEMENTS):
+        if members and (best != mode or elements >= most):
             yield mode, members, read_old(mode, [p.name for p in members], words).__getitem__
             members, elements = [], 0
         mode = best

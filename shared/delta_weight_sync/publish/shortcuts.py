@@ -30,7 +30,7 @@ from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.errors import BucketError, ProtocolError
 from delta_weight_sync.prune import Keep, Pruner, prune
-from delta_weight_sync.publish.spans import Span, digest_change, merged, undo, write
+from delta_weight_sync.publish.spans import Span, digest_change, merged, undo, write, write_patches
 from delta_weight_sync.publish.writer import PartWriter, RunWriter, Stored
 from delta_weight_sync.reader import require_digest
 from delta_weight_sync.records import STRIDES, FileRef, Manifest
@@ -213,11 +213,10 @@ class Shortcuts:
         number = version.manifest.version
         for start in due:
             base = start.version
-            jump = self._jump(start, version)
-            self._unsent.append(jump)
+            self._unsent.append(self._jump(start, version))
             start.version, start.digest = number, version.digest
             self._trim()
-            self._join(base, version, jump[2])
+            self._join(base, version)
         while self._unsent:
             base, end, data, changed = self._unsent[0]
             some = changed or isinstance(self._writer, RunWriter)  # only rank 0 stores an empty part
@@ -284,13 +283,13 @@ class Shortcuts:
         with self._changed:
             return [span for span in self._spans if base <= span.base and span.version <= version]
 
-    def _join(self, base: int, version: Published, jump: bytes) -> None:
+    def _join(self, base: int, version: Published) -> None:
         """Replace the spans from `base` to `version` by one in a file, if a longer jump will need them."""
         number = version.manifest.version
         if not (spans := self._between(base, number)):
             return
         file = self._file(base, number)
-        write(file, jump, lambda: merged(spans, self._shapes))
+        write_patches(file, merged(spans, self._shapes), base, number)
         with self._changed:
             first = self._spans.index(spans[0])
             self._spans[first : first + len(spans)] = [Span(base, number, version.digest, file, self._shapes)]

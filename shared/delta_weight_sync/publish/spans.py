@@ -4,16 +4,16 @@ Spans that follow one another merge exactly, tensor by tensor. They also lead ba
 version, newer bits of a tensor are the bits of that version.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import Shapes
 from delta_weight_sync.codec import Bits, Patch
-from delta_weight_sync.codec.groups import GROUP_ELEMENTS
 from delta_weight_sync.digest import change_digest
 from delta_weight_sync.errors import CodecError
+
+_GROUP = 1 << 22  # elements of a group of a file; eight files are read at a time
 
 
 class Span:
@@ -57,36 +57,31 @@ class Span:
             self._source.unlink(missing_ok=True)
 
 
-def write(path: Path, data: bytes, patches: Callable[[], Iterable[Patch]]) -> None:
-    """Write the file of a span, which needs no older bits to be read. `data`: the delta of the `patches`."""
-    path.write_bytes(data)
-    delta = codec.Delta(path)
-    if delta.reads_old:
-        path.write_bytes(codec.encode(patches(), None, base=delta.base, version=delta.version))
+def write(path: Path, delta: bytes, patches: Callable[[], Iterable[Patch]]) -> None:
+    """Write the file of a span, whose delta and patches these are. Reading the file needs no older bits."""
+    path.write_bytes(delta)
+    found = codec.Delta(path)
+    if found.reads_old:
+        write_patches(path, patches(), found.base, found.version)
+
+
+def write_patches(path: Path, patches: Iterable[Patch], base: int, version: int) -> None:
+    """Write the file of a span whose delta is not at hand."""
+    path.write_bytes(codec.encode(patches, None, base=base, version=version, group_elements=_GROUP))
 
 
 def merged(spans: Sequence[Span], shapes: Shapes) -> Iterator[Patch]:
     """Yield the patches of all spans as one patch per tensor, in the order of `shapes`.
 
-    Memory holds one decoded group of one file, and the merged patches of about as many elements.
+    Meanwhile, memory holds one decoded group of each file.
     """
-    names, elements = list[str](), 0
-    for name, shape in shapes.items():
-        names.append(name)
-        elements += math.prod(shape)
-        if elements >= GROUP_ELEMENTS:
-            yield from _merged(spans, names)
-            names, elements = [], 0
-    yield from _merged(spans, names)
-
-
-def _merged(spans: Sequence[Span], names: Sequence[str]) -> Iterator[Patch]:
-    found: list[Patch] = []
+    for name in shapes:
+        found: list[Patch] = []
+        for patch in filter(None, (span.patch(name) for span in spans)):
+            found = codec.merge(found, [patch])
+        yield from found
     for span in spans:
-        found = codec.merge(found, [*filter(None, map(span.patch, names))])
         span.rest()
-    by_name = {patch.name: patch for patch in found}
-    yield from (by_name[name] for name in names if name in by_name)
 
 
 def undo(bits: Bits, patches: Iterable[Patch | None]) -> None:
