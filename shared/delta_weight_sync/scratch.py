@@ -37,6 +37,21 @@ class Scratch:
         self.close()
 
 
+def is_memory(folder: Path) -> bool:
+    """Whether files in a folder take memory instead of disk space, because the folder is in a tmpfs."""
+    place = os.fsencode(folder.resolve())
+    kind = b""
+    longest = -1
+    with suppress(OSError):
+        for mount in Path("/proc/self/mounts").read_bytes().splitlines():
+            _, point, found, *_ = mount.split(b" ")
+            point = point.replace(rb"\040", b" ").rstrip(b"/")
+            if len(point) > longest and (place == point or place.startswith(point + b"/")):
+                longest = len(point)
+                kind = found
+    return kind in (b"tmpfs", b"ramfs")
+
+
 def _remove(folder: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # not in a forked child, which inherits this at its exit
         shutil.rmtree(folder, ignore_errors=True)

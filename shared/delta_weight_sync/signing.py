@@ -102,7 +102,7 @@ def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
     Raises `KeyFormatError` if a key is invalid, if the variable for public keys is set but empty, or if the
     public half is not among the trusted keys.
     """
-    if PUBLIC_KEY in environ and not environ[PUBLIC_KEY].strip():
+    if environ.get(PUBLIC_KEY) == "":  # as `$NEW` gives where NEW is not set
         raise KeyFormatError(f"{PUBLIC_KEY} is empty: name a key, or unset it to check no signatures")
     text = environ.get(SIGNING_KEY, "")
     signing = SigningKey(text) if text else None

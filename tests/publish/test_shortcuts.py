@@ -1,5 +1,6 @@
 """Jumps over several versions and anchors: made beside the publisher, named by a later version, exact."""
 
+import tempfile
 from contextlib import closing
 from pathlib import Path
 from unittest import mock
@@ -13,6 +14,7 @@ from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.writer import RunWriter, Stored
 from delta_weight_sync.records import DeltaRef
+from delta_weight_sync.scratch import is_memory
 from delta_weight_sync.store import open_bucket
 from tests.support.real_run import RUN, TENSORS, Drifting, SlowLink, is_built
 from tests.support.records import manifest_of
@@ -280,3 +282,13 @@ def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, r
     run.close()
     assert not run.outbox.shortcuts.folder.exists()
     assert caplog.text == ""
+
+
+@pytest.mark.skipif(not is_memory(Path("/dev/shm")), reason="this machine has no tmpfs to write to")
+def test_temporary_files_in_memory_are_said(tmp_path, monkeypatch, caplog):
+    assert not is_memory(Path(__file__).parent), "the checkout is on a disk"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        Drifting(tmp_path / "bucket").close()
+    assert f"temporary files go to {folder}, which takes memory (tmpfs)" in caplog.text
+    assert "set TMPDIR to a folder on a disk" in caplog.text

@@ -34,7 +34,7 @@ from delta_weight_sync.publish.spans import Span, digest_change, merged, undo, w
 from delta_weight_sync.publish.writer import PartWriter, RunWriter, Stored
 from delta_weight_sync.reader import require_digest
 from delta_weight_sync.records import STRIDES, FileRef, Manifest
-from delta_weight_sync.scratch import Scratch
+from delta_weight_sync.scratch import Scratch, is_memory
 
 _BEHIND: Final = 16  # while more versions than this wait, anchors are made, but no jumps
 _CLOSING_S: Final = 5.0
@@ -95,6 +95,9 @@ class Shortcuts:
         self._changed, self._bits_at, self._files = changed, bits, files
         self._scratch = Scratch()
         self.folder = self._scratch.path
+        if is_memory(self.folder):
+            place = f"temporary files go to {self.folder.parent}, which takes memory (tmpfs), an anchor 2 bytes for"
+            _log.warning("%s each weight: set TMPDIR to a folder on a disk", place)
         self._shapes: Shapes = {}  # of this rank's tensors
         self._spans: list[Span] = []  # what led to the newest version, oldest first, without a gap
         self._starts: list[_Start] = []
