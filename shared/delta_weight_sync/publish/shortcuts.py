@@ -96,8 +96,11 @@ class Shortcuts:
         self._scratch = Scratch()
         self.folder = self._scratch.path
         if is_memory(self.folder):
-            place = f"temporary files go to {self.folder.parent}, which takes memory (tmpfs), an anchor 2 bytes for"
-            _log.warning("%s each weight: set TMPDIR to a folder on a disk", place)
+            _log.warning(
+                "temporary files go to %s, which takes memory (tmpfs), an anchor 2 bytes for each weight:"
+                " set TMPDIR to a folder on a disk",
+                self.folder.parent,
+            )
         self._shapes: Shapes = {}  # of this rank's tensors
         self._spans: list[Span] = []  # what led to the newest version, oldest first, without a gap
         self._starts: list[_Start] = []
