@@ -6,6 +6,7 @@ a whole checkpoint. Then requests run all the time, while windows without syncs,
 one per second, and one right after the other take turns.
 """
 
+import json
 import shutil
 import statistics
 import threading
@@ -69,7 +70,7 @@ class Switch:
     def sync(self) -> Sync:
         """Our way: stage beside generation, commit between two steps."""
         target = self.next()
-        return Sync(*self.server.take(target.delta, target.digest, str(self.version)))
+        return Sync(*self.server.take(target.delta, target.digest, json.dumps({"version": self.version})))
 
 
 def run(results: Results) -> dict[str, Any]:

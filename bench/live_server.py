@@ -3,6 +3,7 @@
 On a GPU it is vLLM as it comes, with CUDA graphs.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -105,13 +106,13 @@ class LiveServer:
         answer = self.ask("commit", digest=digest, label=label)
         return float(answer["pause_s"]), float(answer["commit_s"])
 
-    def complete(self, prompt: list[int], tokens: int) -> tuple[list[float], str]:
-        """Logprobs of so many greedy tokens, and which versions made which (see `version_headers`)."""
+    def complete(self, prompt: list[int], tokens: int) -> tuple[list[float], Any]:
+        """Logprobs of so many greedy tokens, and which versions made which (see `_version_headers`)."""
         body = {"model": "policy", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         body |= {"temperature": 0, "logprobs": 1}
         answer = self._http.post(f"{self.url}/v1/completions", json=body).raise_for_status()
         logprobs: list[float] = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
-        return logprobs, answer.headers.get("x-policy-versions", "")
+        return logprobs, json.loads(answer.headers.get("x-policy-versions", "[]"))
 
     def generated(self) -> float:
         """Tokens generated since the start, by vLLM's own count."""

@@ -50,7 +50,7 @@ class Replica:
 
     async def turn(self) -> tuple[str, str | None, str]:
         """Let the policy play a turn. Returns its text, its guess (None if it called no tool), and the
-        version of its weights. Raises GameError."""
+        oldest version of its weights. Raises GameError."""
         try:
             answer = await self._http.post("/v1/chat/completions", json=self.request())
             if not answer.is_success:
@@ -59,6 +59,9 @@ class Replica:
                     reason = str(answer.json()["error"]["message"])[:300]
                 raise GameError(502, f"The replica cannot play now: {reason}. {_ASLEEP}")
             text = answer.json()["choices"][0]["message"]["content"] or ""
+            made_by = json.loads(answer.headers.get("x-policy-versions", "[]"))
+            versions = (entry["weights"]["version"] for entry in made_by if entry["weights"])
+            oldest = str(min(versions, default=""))
         except httpx.TimeoutException:
             raise GameError(502, f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
         except httpx.HTTPError:
@@ -67,7 +70,7 @@ class Replica:
             raise GameError(502, f"The replica's answer is not one of vLLM's. {_ASLEEP}") from None
         self._messages.append({"role": "assistant", "content": text})
         called = _CALLED_WORD.findall(text)
-        return text, called[-1] if called else None, answer.headers.get("x-policy-version", "")
+        return text, called[-1] if called else None, oldest
 
     def observe(self, observation: str) -> None:
         self._messages.append({"role": "tool", "content": observation, "tool_call_id": "guess"})

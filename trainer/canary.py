@@ -12,7 +12,6 @@ Set SPACES and SPACE_KEY as for a trainer.
 """
 
 import argparse
-import re
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.reader import RunReader, open_run
 from delta_weight_sync.vllm import MODEL_NAME
 from trainer import spaces
+from trainer.rollouts import made_by
 
 LIMIT = 1.0  # nats; an alarm above it. Three times the difference that bf16 makes for SmolLM2-135M
 TOKENS = 48  # of a prompt
@@ -67,12 +67,12 @@ def ask(url: str, prompts: list[list[int]]) -> Answer:
     body = {"model": MODEL_NAME, "prompt": prompts, "max_tokens": 1, "temperature": 0}
     body |= {"echo": True, "logprobs": 0}
     answer = spaces.request(url, "POST", "/v1/completions", json=body).raise_for_status()
-    (version,) = set(re.findall(r"(\w+):\d+-\d+", answer.headers["x-policy-versions"]))
+    (entry,) = made_by(answer.headers)
     choices = sorted(_Completion.model_validate_json(answer.content).choices, key=lambda choice: choice.index)
     found = [choice.logprobs[1:TOKENS] for choice in choices]
     if any(None in row or len(row) != TOKENS - 1 for row in found) or len(found) != len(prompts):
         raise ValueError(f"the replica did not return {TOKENS} logprobs for each of {len(prompts)} prompts")
-    return Answer(int(version), torch.tensor(found))
+    return Answer(entry["weights"]["version"], torch.tensor(found))
 
 
 def token_logprobs(model: Any, prompts: torch.Tensor) -> Logprobs:

@@ -8,15 +8,15 @@ import asyncio
 import contextvars
 import ctypes
 import itertools
+import json
 import os
 import random
-import re
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import aiohttp
 import numpy as np
@@ -38,7 +38,6 @@ from trainer.tasks import Task
 
 UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync is not known for sure
 TokenSyncs = NDArray[np.int64]
-_SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
 _MIN_SYNC = "X-Policy-Min-Sync"  # a header: a replica with weights of an earlier sync refuses the request
 _REST_S = 2.0  # seconds in which a replica that failed gets no request
 _CONNECT_S = 20.0
@@ -85,6 +84,29 @@ class Router:
         self._busy[url] -= 1
 
 
+class Weights(TypedDict):
+    """Which published weights made an answer, as the label of their tokens says."""
+
+    version: int
+    term: int
+    sync: int
+
+
+class MadeBy(TypedDict):
+    """Weights, and the tokens that they made: number of the choice, first token, token after the last.
+    Without `tokens`, these weights or newer ones made the whole answer."""
+
+    weights: Weights
+    tokens: NotRequired[list[tuple[int, int, int]]]
+
+
+def made_by(headers: Mapping[str, str]) -> list[MadeBy]:
+    """Read which published weights made a replica's answer from its headers; the oldest come first."""
+    entries = json.loads(headers.get("x-policy-versions", "[]"))
+    published = (entry for entry in entries if entry["weights"])
+    return sorted(published, key=lambda entry: entry["weights"]["version"])
+
+
 class Conversation:
     """The replica of one conversation, and the syncs whose weights generated its answers."""
 
@@ -95,15 +117,15 @@ class Conversation:
         # puts the sync of each token where it would put the token's log-probability.
         self._turns: list[TurnRecord] = []
 
-    def add_turn(self, prompt: list[int], output: list[int], headers: Mapping[str, str], last: int) -> None:
-        """Record an answer and the syncs that its headers name. This trainer has the weights of syncs up to
-        `last`. Tokens of later syncs stay `UNKNOWN`. In the age of the answer, they count as `last`."""
-        first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
+    def add_turn(self, prompt: list[int], output: list[int], entries: list[MadeBy], last: int) -> None:
+        """Record an answer and the weights that made it. This trainer has the weights of syncs up to `last`.
+        Tokens of later syncs stay `UNKNOWN`. In the age of the answer, they count as `last`."""
         syncs = np.full(len(output), UNKNOWN)
-        for sync, start, end in (map(int, span) for span in _SPAN.findall(first_choice)):
-            if sync <= last:
-                syncs[start:end] = sync
-        self._oldest.append(min(int(headers.get("x-policy-sync", 0)), last))
+        for entry in entries:
+            for _, start, end in entry.get("tokens", ()):  # requests ask for one choice
+                if entry["weights"]["sync"] <= last:
+                    syncs[start:end] = entry["weights"]["sync"]
+        self._oldest.append(min(entries[0]["weights"]["sync"] if entries else 0, last))
         self._turns.append(TurnRecord(prompt, output, syncs.tolist()))
 
     def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
@@ -174,16 +196,9 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             url = conversation.replica
             try:
                 answer, headers = await self._request(f"{url}{path}", payload, timeout)
-                term, syncs = int(headers.get("x-policy-term", -1)), self._model_version_value
-                own, ahead = term == self._term, int(headers.get("x-policy-sync", 0)) > syncs.value + 1
-                # This trainer had the weights of earlier trainers, but not if it is the first or began with
-                # `--fresh`. It never had those of another run.
-                foreign = ahead if own else term >= 0 and not (syncs.inherited and term < self._term)
-                if foreign:
-                    raise aiohttp.ClientError("its weights are not of this run: set its run to this --run")
-                # For the syncs up to `inherited`, an earlier trainer had the same weights as this trainer.
-                last = sys.maxsize if own else syncs.inherited
-                conversation.add_turn(payload["prompt"], answer["choices"][0]["token_ids"], headers, last)
+                entries = made_by(headers)
+                last = self._last_known_sync(entries[0]["weights"] if entries else None)
+                conversation.add_turn(payload["prompt"], answer["choices"][0]["token_ids"], entries, last)
                 return answer
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
@@ -194,6 +209,22 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                     raise SpacesUnavailableError(f"{url} does not answer: {error}") from error
                 self._counters["rollout/vllm_retry_total"] += 1
                 failed = True
+
+    def _last_known_sync(self, oldest: Weights | None) -> int:
+        """The last sync whose weights this trainer had, too. `oldest`: the answer's oldest weights, None if
+        they were never published. Raises `ClientError` if they are of another run."""
+        syncs = self._model_version_value
+        if oldest and oldest["term"] == self._term:
+            foreign, last = oldest["sync"] > syncs.value + 1, sys.maxsize
+        else:
+            # This trainer had the weights of earlier trainers, but not if it is the first or began with
+            # `--fresh`. It never had those of another run. For the syncs up to `inherited`, an earlier
+            # trainer had the same weights as this trainer.
+            inherits = syncs.inherited and oldest and oldest["term"] < self._term
+            foreign, last = bool(oldest) and not inherits, syncs.inherited
+        if foreign:
+            raise aiohttp.ClientError("its weights are not of this run: set its run to this --run")
+        return last
 
     async def _request(
         self, url: str, payload: dict[str, Any], timeout: float

@@ -1,10 +1,12 @@
 """Checks a replica in real vLLM: it joins in place, follows deltas, and answers like a fresh vLLM."""
 
 import importlib.util
+import json
 import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +88,7 @@ def _joins(server: LiveServer, target: live.Target) -> Row:
     server.ask("stage", checkpoint=str(target.checkpoint))
     while not server.ask("staged")["done"]:
         time.sleep(0.01)
-    server.commit(target.digest, "1.1.1")
+    server.commit(target.digest, json.dumps({"version": 0}))
     return _verdict(True, f"joined in place in {time.perf_counter() - started:.2f} s")
 
 
@@ -107,16 +109,17 @@ def _labels(switch: live.Switch) -> Row:
     for attempt in range(_TRIES):
         old = switch.version
         before, _ = server.complete(_PROMPTS[0], _LONG)
-        answer: list[tuple[list[float], str]] = []
+        answer: list[tuple[list[float], Any]] = []
         thread = threading.Thread(target=lambda: answer.append(server.complete(_PROMPTS[0], _LONG)))  # noqa: B023
         thread.start()
         time.sleep(0.02 * 2**attempt)
         switch.sync()
         thread.join()
         during, versions = answer[0]
-        parts = dict(part.split(":") for part in versions.split(",") if ":" in part)
-        if len(parts) == 2:
-            end = int(parts[str(old)].split("-")[-1])
+        if len(versions) == 2:
+            (_, _, end), *_ = next(
+                entry["tokens"] for entry in versions if entry["weights"] == {"version": old}
+            )
             same = during[:end] == before[:end] and during[end:] != before[end:]
             return _verdict(same, f"of {_LONG} tokens, {end} come from the old version, as their labels say")
     return _verdict(False, f"in {_TRIES} tries, no commit fell into an answer; the last was {versions}")

@@ -178,13 +178,14 @@ def watch(**settings):
 
 @contextmanager
 def broken_replica(*answers):
-    """A replica that gives these answers, (status, body), in turn, and keeps the requests."""
+    """A replica of version 3 that gives these answers, (status, body), in turn, and keeps the requests."""
     answers, asked = list(answers), []
 
     def answer(request):
         asked.append(request)
         status, body = answers.pop(0)
-        return status, {}, body
+        weights = {"version": 3, "term": 1, "sync": 2}
+        return status, {"x-policy-versions": json.dumps([{"weights": weights}])}, body
 
     with answering(answer) as url:
         yield url, asked
@@ -223,7 +224,7 @@ def test_a_policy_that_calls_no_tool_ends_its_game():
     with broken_replica(answer_of("I would rather not.")) as (url, _):
         events, _ = watch(replica_url=url)
     assert [kind for kind, _ in events] == ["opened", "turn", "ended"]
-    assert (events[1][1]["text"], events[1][1]["move"]) == ("I would rather not.", None)
+    assert events[1][1] == {"text": "I would rather not.", "version": "3", "move": None}
     assert events[2][1]["solved"] is False
 
 

@@ -1,5 +1,6 @@
 """Real replicas for tests, on loopback: the Space, or a plain `vllm serve`; and questions to them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -168,8 +169,8 @@ class Answer:
     tokens: list[int]
     logprobs: list[float]
     cached: int  # tokens of the prompt that came from the prefix cache, where vLLM reports it
-    spans: list[tuple[str, int, int]]  # version, first token, token after the last
-    headers: httpx.Headers
+    spans: list[tuple[int, int, int]]  # version, first token, token after the last
+    weights: list[dict[str, int]]  # version, term and sync of all weights that made tokens
 
 
 def ask(url: str, prompt: list[int], max_tokens: int) -> Answer:
@@ -178,14 +179,16 @@ def ask(url: str, prompt: list[int], max_tokens: int) -> Answer:
     answer = httpx.post(f"{url}/v1/completions", **asked, timeout=PATIENCE_S)
     content = answer.raise_for_status().json()
     (choice,) = content["choices"]
-    parts = answer.headers.get("x-policy-versions", "").replace("-", ":").split(",")
-    spans = [part.split(":") for part in parts if part]
+    made_by = json.loads(answer.headers["x-policy-versions"])
+    spans = [
+        (entry["weights"]["version"], *place[1:]) for entry in made_by for place in entry.get("tokens", ())
+    ]
     return Answer(
         tokens=choice["token_ids"],
         logprobs=choice["logprobs"]["token_logprobs"],
         cached=(content["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        spans=[(version, int(start), int(end)) for version, start, end in spans],
-        headers=answer.headers,
+        spans=spans,
+        weights=[entry["weights"] for entry in made_by],
     )
 
 

@@ -3,8 +3,10 @@
 test_engine.py makes commits at chosen moments; here they come from a trainer, while clients ask over HTTP.
 """
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from typing import Any
 
 import httpx
 import pytest
@@ -30,15 +32,13 @@ def test_every_request_in_flight_finishes_through_a_stream_of_commits(trainer, r
         enough.set()
         answers = [answer for future in asked for answer in future.result()]
     for answer in answers:
-        versions = [int(version) for version, _, _ in answer.spans]
+        versions = [version for version, _, _ in answer.spans]
         assert len(answer.tokens) == LONG
         assert [start for _, start, _ in answer.spans] == [0, *(end for _, _, end in answer.spans[:-1])]
         assert answer.spans[-1][2] == LONG
         assert versions == sorted(set(versions))
-        assert answer.headers["x-policy-version"] == str(versions[0])
-        assert answer.headers["x-policy-sync"] == str(versions[0] + 1), "what `Trainer.publish` counts"
-        syncs = [f"{int(version) + 1}:{start}-{end}" for version, start, end in answer.spans]
-        assert answer.headers["x-policy-syncs"] == ",".join(syncs)
+        syncs = [(weights["version"], weights["sync"]) for weights in answer.weights]
+        assert syncs == [(version, version + 1) for version in versions], "what `Trainer.publish` counts"
     assert max(len(answer.spans) for answer in answers) > 1
     commits = replica.status(after=first)["commits"]
     assert len(commits) == COMMITS
@@ -69,14 +69,14 @@ def test_a_commit_that_fails_changes_nothing(trainer: Trainer, replica: Replica)
         status = replica.wait_until(lambda status: "0" * 16 in (status["error"] or ""), "wrong digest")
         answer = asked.result()
     assert (status["version"], status["state"]) == (version, "serving")
-    assert answer.spans == [(str(version), 0, LONG)]
+    assert answer.spans == [(version, 0, LONG)]
     assert (answer.tokens, answer.logprobs) == (undisturbed.tokens, undisturbed.logprobs)
     computed = len(PROMPT) + LONG - 1  # the last token is sampled, but never fed
     assert ask(replica.url, [*PROMPT, *answer.tokens], 1).cached == computed // BLOCK * BLOCK
 
     assert update(trainer, replica) == version + 2
     assert replica.status()["status"]["digest"] == trainer.writer.newest.digest
-    assert ask(replica.url, PROMPT, 4).spans == [(str(version + 2), 0, 4)]
+    assert ask(replica.url, PROMPT, 4).spans == [(version + 2, 0, 4)]
     (event,) = replica.status(after=version)["commits"]
     assert not event["joined"]
 
@@ -91,7 +91,8 @@ def test_a_request_that_needs_newer_weights_is_refused(trainer, replica):
 
 
 def test_every_choice_of_every_kind_of_answer_has_its_spans(trainer, replica):
-    version, sync = str(trainer.publisher.version), str(trainer.syncs)
+    term = trainer.writer.writer.term
+    weights = {"version": trainer.publisher.version, "term": term, "sync": trainer.syncs}
     replica.wait_for(trainer.publisher.version)
     chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
     chat |= {"ignore_eos": True}
@@ -99,13 +100,16 @@ def test_every_choice_of_every_kind_of_answer_has_its_spans(trainer, replica):
         two_of_two = {**body([PROMPT, PROMPT[:9]], 3), "n": 2, "temperature": 1}
         answer = client.post("/v1/completions", json=two_of_two)
         assert len(answer.json()["choices"]) == 4
-        assert answer.headers["x-policy-versions"] == ";".join([f"{version}:0-3"] * 4)
-        assert (answer.headers["x-policy-version"], answer.headers["x-policy-sync"]) == (version, sync)
+        tokens = [[choice, 0, 3] for choice in range(4)]
+        assert made_by(answer) == [{"weights": weights, "tokens": tokens}]
         answer = client.post("/v1/chat/completions", json=chat)
-        assert answer.headers["x-policy-versions"] == f"{version}:0-5"
+        assert made_by(answer) == [{"weights": weights, "tokens": [[0, 0, 5]]}]
         with client.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as stream:
-            assert stream.headers["x-policy-version"] == version
-            assert "x-policy-versions" not in stream.headers, "not known before the last token"
+            assert made_by(stream) == [{"weights": weights}], "tokens are not known before the last one"
             lines = [line for line in stream.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
-        assert client.get("/v1/models").headers["x-policy-version"] == version
+        assert made_by(client.get("/v1/models")) == [{"weights": weights}]
+
+
+def made_by(answer: httpx.Response) -> Any:
+    return json.loads(answer.headers["x-policy-versions"])

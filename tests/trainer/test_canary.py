@@ -38,7 +38,8 @@ class Replica:
     def serve(self, version: int, folder: Path) -> None:
         """These weights, under this label."""
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        self.spans = f"{version}:0-1;{version}:0-1"
+        label = {"version": version, "term": 1, "sync": version}
+        self.versions = json.dumps([{"weights": label, "tokens": [[0, 0, 1], [1, 0, 1]]}])
 
     def answer(self, request: Request) -> tuple[int, dict[str, str], bytes]:
         self.before_answer()
@@ -47,7 +48,7 @@ class Replica:
             {"index": index, "text": "", "logprobs": {"tokens": [], "token_logprobs": [None, *row, -0.1]}}
             for index, row in reversed([*enumerate(found)])
         ]
-        return 200, {"x-policy-versions": self.spans}, json.dumps({"choices": choices}).encode()
+        return 200, {"x-policy-versions": self.versions}, json.dumps({"choices": choices}).encode()
 
 
 @pytest.fixture

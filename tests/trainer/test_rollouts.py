@@ -118,7 +118,16 @@ def rollout_loop(
 
 
 def named(sync: int, term: int = TERM) -> dict[str, str]:
-    return {"x-policy-sync": str(sync), "x-policy-term": str(term)}
+    """The header of an answer whose tokens are not known each."""
+    return made_by({"weights": weights(sync, term)})
+
+
+def made_by(*entries: dict[str, object]) -> dict[str, str]:
+    return {"x-policy-versions": json.dumps(entries)}
+
+
+def weights(sync: int, term: int) -> dict[str, int]:
+    return {"version": sync + 1, "term": term, "sync": sync}
 
 
 @pytest.mark.parametrize(
@@ -130,23 +139,24 @@ def test_weights_of_an_earlier_trainer_are_as_old_as_what_this_one_has_of_them(t
     assert [s.model_version for s in samples_of([[named(5), turn], [named(5), named(5)]])] == [sync, 5]
 
 
-def spanned(sync: int, spans: str, term: int = TERM) -> dict[str, str]:
-    return named(sync, term) | {"x-policy-syncs": spans}
+def spanned(*spans: tuple[int, int, int], term: int = TERM) -> dict[str, str]:
+    """The header of an answer: sync, first token, token after the last."""
+    return made_by(*({"weights": weights(s, term), "tokens": [[0, a, b]]} for s, a, b in spans))
 
 
 @pytest.mark.parametrize(
     ("guess", "syncs"),
     [
-        (spanned(5, "5:0-2,6:2-7"), [5] * 2 + [6] * 5),
-        (spanned(5, "5:0-5"), [5] * 5 + [UNKNOWN] * 2),
-        (spanned(3, "3:0-1,4:1-6,9:6-7", TERM - 1), [3] + [4] * 5 + [UNKNOWN]),
+        (spanned((5, 0, 2), (6, 2, 7)), [5] * 2 + [6] * 5),
+        (spanned((5, 0, 5)), [5] * 5 + [UNKNOWN] * 2),
+        (spanned((3, 0, 1), (4, 1, 6), (9, 6, 7), term=TERM - 1), [3] + [4] * 5 + [UNKNOWN]),
         (named(5), [UNKNOWN] * 7),
     ],
     ids=["a commit within the answer", "a part is unnamed", "an earlier trainer's", "too long for a header"],
 )
 def test_each_token_of_a_sample_has_the_weights_that_made_it(guess, syncs):
     """Also on the other side of the queue of processes."""
-    (sample,) = samples_of([[guess, spanned(7, "7:0-1")]])
+    (sample,) = samples_of([[guess, spanned((7, 0, 1))]])
     (sample,) = pickle.loads(pickle.dumps([sample]))
     made = sample.completion_mask == 1
     assert sample.token_syncs[made].tolist() == [*syncs, 7]
@@ -157,7 +167,7 @@ def test_each_token_of_a_sample_has_the_weights_that_made_it(guess, syncs):
 def test_each_conversation_of_a_group_keeps_its_own_and_its_oldest():
     """The later turn may be the older one, answered by a replica that lags behind."""
     turns = ((5, 3), (6, 7), (9, 9))
-    samples = samples_of([[spanned(a, f"{a}:0-7"), spanned(b, f"{b}:0-1")] for a, b in turns])
+    samples = samples_of([[spanned((a, 0, 7)), spanned((b, 0, 1))] for a, b in turns])
     assert [sample.model_version for sample in samples] == [3, 6, 9]
     assert len({sample.group_id for sample in samples}) == 1
     syncs = [sample.token_syncs[sample.completion_mask == 1].tolist() for sample in samples]
@@ -167,7 +177,7 @@ def test_each_conversation_of_a_group_keeps_its_own_and_its_oldest():
 @pytest.mark.parametrize("turn", [named(9, TERM - 1), named(102)], ids=["earlier trainer", "another run"])
 def test_an_answer_of_weights_that_a_fresh_trainer_never_had_is_asked_for_again(turn, monkeypatch):
     monkeypatch.setattr(rollouts, "_REST_S", 0.0)
-    (sample,) = samples_of([[turn, spanned(101, "101:0-1")]], inherited=0)
+    (sample,) = samples_of([[turn, spanned((101, 0, 1))]], inherited=0)
     assert sample.token_syncs[sample.completion_mask == 1].tolist() == [101]
 
 

@@ -101,7 +101,7 @@ def test_a_vllm_that_dies_over_a_call_is_an_error(loop, monkeypatch) -> None:
     monkeypatch.setattr("delta_weight_sync.vllm.engine._CHECK_S", 0.01)
     client = SimpleNamespace(errored=True, update_weight_version=lambda label: asyncio.sleep(3600))
     with pytest.raises(EngineError, match="vLLM died"):
-        Engine(client, loop).relabel("1.1.1")
+        Engine(client, loop).relabel("new")
 
 
 HOUR = 3600.0

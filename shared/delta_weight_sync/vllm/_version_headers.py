@@ -1,24 +1,22 @@
-"""Response headers of vLLM's API server that say which version made which tokens of an answer.
+"""A header of vLLM's API server that says which version made which tokens of an answer, as JSON.
 
-    x-policy-versions: 41:0-31,42:31-64
-    x-policy-syncs: 40:0-31,42:31-64
-    x-policy-version: 41
-    x-policy-term: 1
-    x-policy-sync: 40
+    x-policy-versions: [{"weights":{"version":41,"term":1,"sync":40},"tokens":[[0,0,31]]},
+                        {"weights":{"version":42,"term":1,"sync":42},"tokens":[[0,31,64]]}]
 
-Version 41 made tokens 0 to 30 of the completion, version 42 made tokens 31 to 63. If there are several
-choices, ";" separates their spans, in order. `x-policy-syncs` names the trainer's sync of each span, instead
-of the version. This header leaves out spans of weights that were never published, because they have no sync.
-The last three headers describe the oldest version that made a token. vLLM has these spans since 0.32. Since
-0.33, it returns them to clients of `/v1/` that set `return_weight_versions`. Here all clients get the spans
-(unless the answer is streamed): a patch reads them from the outputs of `AsyncLLM.generate`. Before 0.32,
-there are no spans, so the last three headers name the version that was served when the request came.
+The header is one line. In choice 0, version 41 (the trainer's sync 40) made tokens 0 to 30, and version 42
+made tokens 31 to 63. `weights` is the label that the follower gave to vLLM, or null for weights that were
+never published. vLLM labels tokens since 0.32. Since 0.33, it returns the labels to clients of `/v1/` that
+set `return_weight_versions`. Here all clients get them: a patch reads the outputs of `AsyncLLM.generate`.
+
+An entry without `tokens` stands for the whole answer. It names the version that was served when the request
+came. This is the only entry before vLLM 0.32, of a streamed answer, and if the header would be too long.
 
 A request can demand recent weights. With `x-policy-min-sync: 38`, a server with weights of an earlier sync
 answers 503, so that clients and routers try another server, or the same server later.
 """
 
 import functools
+import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -30,20 +28,21 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm import hooks
-from delta_weight_sync.vllm.engine import TokenVersion
+from delta_weight_sync.vllm.engine import label_of
 
 Choices = list[CompletionOutput]
 MIN_SYNC = "x-policy-min-sync"
 _PATHS = ("/v1/", "/inference/")
-_LONGEST = 1 << 12  # bytes; longer headers are left out, because common clients refuse more than 8190 bytes
+_LONGEST = 8000  # bytes; common clients refuse headers of more than 8190 bytes
+_json = functools.partial(json.dumps, separators=(",", ":"))
 _plain = AsyncLLM.generate
 _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices of each prompt of a request
 
 
 def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
-    """ASGI middleware that refuses requests which need newer weights, and adds the headers to responses.
+    """ASGI middleware that refuses requests which need newer weights, and adds the header to responses.
 
-    A streamed response begins before its versions are known, so its headers name only the version served when
+    A streamed response begins before its versions are known, so its header names only the version served when
     the request came. Its tokens are of this version or newer, unless the owner goes back to an older version.
 
     `serving` returns the version whose weights are live, or None if no version is served.
@@ -60,12 +59,14 @@ def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
             return await refusal(scope, receive, send)
         _prompts.set(prompts)
 
-        async def send_with_headers(message: Any) -> None:
+        async def send_with_header(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *_headers(prompts, live)]}
+                versions = _versions(prompts, live)
+                added = [(b"x-policy-versions", versions.encode())] if versions else []
+                message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
-        return await app(scope, receive, send_with_headers)
+        return await app(scope, receive, send_with_header)
 
     return answer
 
@@ -84,23 +85,18 @@ def _refusal(asked: bytes, serving: Manifest | None) -> JSONResponse | None:
     return JSONResponse({"error": error}, status, {"Retry-After": "1"} if status == 503 else None)
 
 
-def _headers(prompts: list[Choices], serving: Manifest | None) -> list[tuple[bytes, bytes]]:
-    choices = [choice.weight_versions or () for prompt in prompts for choice in prompt]
-    known = [label for spans in choices for span in spans if (label := TokenVersion.parse(span.version))]
-    oldest = min(known) if known else TokenVersion.of(serving) if serving else None
-    found = {f"x-policy-{name}": str(value) for name, value in (oldest._asdict() if oldest else {}).items()}
-    for name in ("version", "sync"):
-        text = ";".join(",".join(filter(None, (_text(name, span) for span in spans))) for spans in choices)
-        if text.strip(";") and len(text) < _LONGEST:
-            found[f"x-policy-{name}s"] = text
-    return [(name.encode(), value.encode()) for name, value in found.items()]
-
-
-def _text(name: str, span: Any) -> str:
-    label = TokenVersion.parse(span.version)
-    if label is None and name == "sync":
-        return ""  # these weights were never published
-    return f"{getattr(label, name) if label else span.version}:{span.start}-{span.end}"
+def _versions(prompts: list[Choices], serving: Manifest | None) -> str:
+    """The header's value; "" if no version is known."""
+    tokens = dict[str, list[tuple[int, int, int]]]()
+    for number, choice in enumerate(choice for prompt in prompts for choice in prompt):
+        for span in choice.weight_versions or ():
+            tokens.setdefault(span.version, []).append((number, span.start, span.end))
+    # The follower's labels are JSON objects. vLLM's own, such as "default", are not.
+    weights = ((known if known.startswith("{") else "null", places) for known, places in tokens.items())
+    text = ",".join(f'{{"weights":{known},"tokens":{_json(places)}}}' for known, places in weights)
+    if text and len(text) < _LONGEST:
+        return f"[{text}]"
+    return f'[{{"weights":{label_of(serving)}}}]' if serving else ""
 
 
 @functools.wraps(_plain)

@@ -7,12 +7,12 @@ it. If staging or a commit fails on one engine, the follower makes all engines j
 
 import asyncio
 import concurrent.futures
+import json
 import math
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError, EngineError, WorkerError
@@ -25,26 +25,10 @@ _TIMEOUT_S = 600.0  # for one answer; staging has no limit; `learn`, the slowest
 _CHECK_S = 1.0  # how often a call checks that vLLM still lives
 
 
-class TokenVersion(NamedTuple):
-    """The label of a token: version, writer's term and trainer's sync; printed as "version.term.sync"."""
-
-    version: int
-    term: int
-    sync: int
-
-    def __str__(self) -> str:
-        return ".".join(map(str, self))
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "TokenVersion":
-        """The label of a published version's tokens."""
-        return cls(manifest.version, manifest.writer_term, manifest.sync)
-
-    @classmethod
-    def parse(cls, text: str) -> "TokenVersion | None":
-        """The inverse of `str`; None for vLLM's own labels, such as "default"."""
-        known = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", text, re.ASCII)
-        return cls(*map(int, known.groups())) if known else None
+def label_of(manifest: Manifest) -> str:
+    """vLLM's label for the tokens of a version, as JSON. It goes into the headers of answers unread."""
+    weights = {"version": manifest.version, "term": manifest.writer_term, "sync": manifest.sync}
+    return json.dumps(weights, separators=(",", ":"))
 
 
 Times = tuple[float, float, float, float]

@@ -25,7 +25,7 @@ from delta_weight_sync.runlog import (
 )
 from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm.disk import Dtypes, Layout, Shapes
-from delta_weight_sync.vllm.engine import Engine, TokenVersion
+from delta_weight_sync.vllm.engine import Engine, label_of
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
 _LINE_S = 60.0  # between two log lines about served versions
@@ -224,7 +224,7 @@ class Follower:
             self._join(manifest)  # no deltas lead to this version, or they do not explain its digest
             return
         if unchanged:
-            self._engine.relabel(str(TokenVersion.of(manifest)))
+            self._engine.relabel(label_of(manifest))
             self._serve(manifest)
             return
         try:
@@ -242,7 +242,7 @@ class Follower:
         try:
             paths = self._reader.fetch_all(deltas, self._folder)
             fetch_s = time.perf_counter() - started
-            times = self._engine.take(paths, manifest.digest, str(TokenVersion.of(manifest)))
+            times = self._engine.take(paths, manifest.digest, label_of(manifest))
         finally:
             for delta in deltas:
                 (self._folder / delta.name).unlink(missing_ok=True)
@@ -269,7 +269,7 @@ class Follower:
         fetch_s = time.perf_counter() - started
         try:
             self._prepare_engine(manifest, folder, (shapes, dtypes))
-            times = self._engine.take_checkpoint(folder, manifest.digest, str(TokenVersion.of(manifest)))
+            times = self._engine.take_checkpoint(folder, manifest.digest, label_of(manifest))
         except errors.EngineError as error:
             if first and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
