@@ -173,9 +173,7 @@ def follow(
                         error = watcher.problem()
                 except (errors.DeltaWeightSyncError, OSError) as caught:
                     error = caught
-                # At most one version. If HEAD (the object that names the newest version) was rewritten, but
-                # names the same version as before, this version is yielded again.
-                yield from built
+                yield from built  # at most one version
                 built.clear()
                 if error and str(error) != last_complaint:
                     complain(error)

@@ -1,8 +1,11 @@
-"""Watches a run for newer versions: polls HEAD, wakes up when notified, and backs off from failures.
+"""Watches a run for newer versions.
 
-Each writer of a run has a HEAD, an object that names the writer's newest version. Three kinds of failure are
-retried with growing pauses: the store does not answer, records cannot be read, or a version cannot be used.
-`Watcher.reset` ends all pauses. `Watcher.refresh` keeps pauses of the first kind.
+Each writer of a run has a HEAD, an object that names the writer's newest version. A look reads the etags of
+the HEADs. If an etag has changed, the watcher reads HEAD and the manifest that HEAD names, and the caller
+uses this version. `Notifications` plans the looks.
+
+If something fails, it is retried with growing pauses. During a pause, looks go on (unless the store did not
+answer), and the watcher uses a new version immediately.
 """
 
 import contextlib
@@ -11,14 +14,16 @@ from time import monotonic
 
 from delta_weight_sync.errors import NoVersionError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Problems, RunReader, went_back
-from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head_writer, part_suffix
+from delta_weight_sync.records import POLL_S, FileRef, Head, Manifest, Rank, Writer, head_writer, part_suffix
 from delta_weight_sync.store import SMALL
+from delta_weight_sync.store.notifications import Why
 
 FIRST_S = 1.0  # pause after the first failure; each further failure doubles the pause
 LONGEST_S = 600.0
-_LIST_EVERY = 30  # at least one poll in 30 lists all HEADs; the Hub allows fewer lists than reads
+_LIST_EVERY = 30  # at least one look in 30 lists all HEADs; the Hub allows fewer lists than reads
 _AHEAD = 3  # together with a manifest, the next version's delta and at most 3 later deltas are fetched
-_STORE = "the store"
+# What a look may fail at. The third is the sha256 of a manifest, whose version cannot be used.
+_STORE, _SEARCH = "the store", "the search for a version"
 
 
 class Backoff:
@@ -34,7 +39,11 @@ class Backoff:
 
     def allows(self, what: object) -> bool:
         """Whether it is time to try `what`."""
-        return what != self._what or monotonic() >= self._next
+        return what != self._what or not self.seconds()
+
+    def seconds(self) -> float:
+        """Seconds until what failed last may be tried again."""
+        return max(self._next - monotonic(), 0.0)
 
     def failed(self, what: object) -> None:
         """Record that `what` failed. Earlier failures of `what` count, unless they are long ago."""
@@ -47,80 +56,74 @@ class Backoff:
 
 
 class Watcher:
-    """Finds newer versions of a run. One thread polls; any thread may call `poke`. Call `close` at the end.
+    """Finds newer versions of a run. One thread looks; any thread may call `poke`. Call `close` at the end.
 
     A version older than `seen`, or than any version found before, is refused. `poll_s` is the usual number of
-    seconds between two polls if the store sends no notifications.
+    seconds between two looks if the store sends no notifications.
     """
 
     def __init__(self, reader: RunReader, poll_s: float = POLL_S, seen: Manifest | None = None) -> None:
         self._reader, self._poll_s = reader, poll_s
         self._notifications = notifications = reader.bucket.notifications(reader.keys.heads)
         self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
-        self._skipped: Problems = {}  # records that were skipped to find the newest version
-        self._skipped_heads: Problems = {}
-        self._asking = Backoff()  # delays polls after the store did not answer
-        self._finding = Backoff()  # after a failure, delays reading again while the HEADs are the same
-        self._using = Backoff()  # delays the next try of a version that could not be used
-        self._mending = Backoff()  # delays the next search for a version after damaged HEADs
-        self._answered, self._fruitful = False, True  # store answered; last notification or poke had news
-        self._newest = seen
-        self.reset(seen.rank if seen else None)
+        self._backoff = Backoff()
+        self._trying = _STORE  # what the look under way may fail at
+        self._searched = False  # whether the look under way searched for a version around damaged HEADs
+        self.reset(seen)
 
     def refresh(self) -> None:
-        """Make the next `check` poll and use the newest version, even if it was used before."""
-        for each in (self._notifications, self._finding, self._using, self._mending):
-            each.reset()
-        # Key of the HEAD of the newest version (the known HEAD), polls so far, polls since one found a HEAD.
-        self._key, self._polls, self._empty = "", 0, 0
-        self._found: dict[str, str] = {}  # key -> etag of each HEAD
-        self._used: dict[str, str] | None = None  # `_found` as it was for the version used last
+        """Make the next `check` look and use the newest version, even if it was used before."""
+        self._used: FileRef | None = None  # the manifest of the version used last
+        self._backoff.reset()
+        self._notifications.look_now()
 
-    def reset(self, floor: Rank | None = None) -> None:
-        """Forget the versions seen so far: from now on, accept any version that is not older than `floor`."""
+    def reset(self, seen: Manifest | None = None) -> None:
+        """Forget the versions found so far: from now on, accept any version that is not older than `seen`."""
         self.refresh()
-        self._asking.reset()
-        self._head_floor, self._floor = floor, floor
+        self._looks = 0
+        self._notice_was_news = True  # whether the last look after a notification found another HEAD
+        self._etags: dict[str, str] = {}  # key -> etag of each HEAD, as the last look found them
+        self._head: Head | None = None  # the HEAD that counts; None if it is damaged, or could not be read
+        self._newest = seen  # the newest version found; older ones are refused
+        self._key = ""  # key of the HEAD of the newest version (the known HEAD)
+        # Records that were skipped to find the newest version: damaged HEADs, and damaged manifests.
+        self._skipped_heads, self._skipped = Problems(), Problems()
 
     def check(self, use: Callable[[Manifest], object]) -> bool:
-        """If it is time, poll, and call `use` with a new version. Raises the errors of `poll` and `use`.
+        """If it is time, look, and call `use` with a new version. Raises the errors of `poll` and `use`.
 
-        Returns True if the run was polled and its newest version is in use.
+        Returns True if this was a look, and the newest version is in use.
         """
-        if not self._asking.allows(_STORE):
+        if not self._backoff.allows(_STORE):
             return False
-        again = self._found != (self._used or {}) and self._finding.allows(self._found)
-        if not self._notifications.due(self._poll_s, again):
+        why = self._notifications.due(self._poll_s)
+        if why is None:
             return False
-        self._answered = False
         try:
-            if manifest := self.poll():
-                self._use(manifest, use)
-        except NoVersionError:
+            if manifest := self.poll(why):
+                use(manifest)
+                self.mark_used()
+        except Exception as error:
+            if self._searched or not isinstance(error, NoVersionError):
+                self._backoff.failed(self._trying)
             raise
-        except Exception:
-            if self._answered:
-                self._finding.failed(self._found)
-            else:
-                self._asking.failed(_STORE)
-            raise
-        return self._found == self._used
-
-    def _use(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
-        """Call `use`. If `use` fails, delay the next try of this version, even if HEAD is rewritten."""
-        if not self._using.allows(manifest.seal):
-            self._finding.failed(self._found)  # meanwhile, do not read the same HEADs and manifest again
-            return
-        try:
-            use(manifest)
-        except Exception:
-            self._using.failed(manifest.seal)
-            raise
-        self.mark_used()
+        else:
+            if self._searched:  # a search takes many requests
+                self._backoff.failed(_SEARCH)
+            elif self._is_used() and not self._skipped_heads:
+                self._backoff.reset()
+        finally:
+            if not self._is_used() and (seconds := self._backoff.seconds()):
+                self._notifications.retry(seconds)
+        return self._is_used()
 
     def mark_used(self) -> None:
         """Mark the version that `poll` returned last as used: `poll` does not return it again."""
-        self._used = self._found
+        self._used = self._head.manifest if self._head else None
+
+    def _is_used(self) -> bool:
+        manifest = self._head.manifest if self._head else None
+        return manifest is not None and manifest == self._used
 
     def describe(self) -> str:
         """How this watcher learns of new versions, in words."""
@@ -128,52 +131,106 @@ class Watcher:
 
     def problem(self) -> ProtocolError | None:
         """The records that were skipped to find the newest version, one sentence each, or None."""
-        return ProtocolError("; ".join(map(str, self._skipped.values()))) if self._skipped else None
+        skipped = self._skipped_heads | self._skipped
+        return ProtocolError("; ".join(map(str, skipped.values()))) if skipped else None
 
-    def poll(self) -> Manifest | None:
-        """The newest version, or None if it was used already or if it is too early to try again.
+    def poll(self, why: Why = Why.INTERVAL) -> Manifest | None:
+        """Look. Returns the newest version, or None if it is in use, or if it is too early to try it again.
 
         If a valid version is found, damaged records are not an error; `problem` names them. Otherwise raises
         `ProtocolError`, or `NoVersionError` if there is no version yet.
         """
-        prompted, following = self._notifications.prompted, self._newest.version + 1 if self._newest else 0
-        if prompted and self._fruitful:  # read ahead, without waiting for HEAD's etag
-            self._fetch_ahead(following, self._key)
-        known = self._read_etags()
-        self._answered, self._empty = True, 0 if self._found else self._empty + 1
-        self._asking.reset()
-        self._notifications.known = self._found
-        self._fruitful = self._found != self._used if prompted else self._fruitful
-        if self._found == self._used or not self._finding.allows(self._found):
-            self._reader.fetch_ahead(())  # a HEAD that was read ahead in vain must not pass for a later one
+        self._trying, self._searched, before = _STORE, False, self._etags
+        listed = self._look(why)
+        self._trying = _SEARCH
+        if self._etags != before:
+            self._head = self._read_head(listed)
+        if self._head is None and not self._backoff.seconds():
+            self._head = self._search()
+        elif self._head is None and self._etags:
             return None
-        if known:
+        if self._head is None or self._head.manifest is None:
+            raise NoVersionError(f"{self._reader.place} has not published a first version")
+        self._trying = self._head.manifest.sha256
+        if self._is_used() or not self._backoff.allows(self._trying):
+            return None
+        return self._resolve(self._head)
+
+    def _look(self, why: Why) -> bool:
+        """Read the etags of the HEADs. If they have changed, also begin to read what is probably new. True if
+        all HEADs were listed, False if only the known HEAD was requested."""
+        before, following = self._etags, self._newest.version + 1 if self._newest else 0
+        if why is Why.NOTIFIED and self._notice_was_news:
             self._fetch_ahead(following, self._key)
-        head = self._known_head() if known else None
-        if head is None:
-            if not self._mending.allows(_STORE):  # too early after damaged HEADs, even if they have changed
-                return None
-            # Without a HEAD, the reader lists the whole run and rebuilds HEAD. So do this rarely.
-            if self._empty < 2 or self._empty % _LIST_EVERY == 1:
-                self._skipped_heads = {}
-                head = self._reader.head(floor=self._head_floor, problems=self._skipped_heads)
-        if head and head.version and head.version > following:
+        listed = self._read_etags(why)
+        self._notifications.known = self._etags
+        news = self._etags != before
+        if why is Why.NOTIFIED:
+            self._notice_was_news = news
+        if news and why is Why.SAFETY:  # a notification got lost
+            self._notifications.rely(False)
+        if news and not listed:
+            self._fetch_ahead(following, self._key)
+        else:
+            self._reader.fetch_ahead(())  # a HEAD that was read ahead in vain must not pass for a later one
+        return listed
+
+    def _read_etags(self, why: Why) -> bool:
+        bucket, self._looks = self._reader.bucket, self._looks + 1
+        known = bucket.stat(self._key) if self._key and self._looks % _LIST_EVERY else None
+        # If a change is expected and the known HEAD is the same, another writer's HEAD may have changed.
+        if known and (why is Why.INTERVAL or known.etag != self._etags.get(self._key)):
+            self._etags = self._etags | {self._key: known.etag}
+            return False
+        self._etags = {info.key: info.etag for info in bucket.list(self._reader.keys.heads)}
+        return True
+
+    def _read_head(self, listed: bool) -> Head | None:
+        """The newest writer's HEAD if all were listed, otherwise the known HEAD. None if it is damaged.
+
+        If this raises, `_head` is None, so that a search follows.
+        """
+        before, self._head = self._head, None
+        writers = map(head_writer, self._etags if listed else [self._key])
+        writer = max((writer for writer in writers if writer), default=None)
+        with contextlib.suppress(ProtocolError, ObjectMissingError):
+            if writer:
+                head = self._reader.head_of(writer, self._floor())
+                if head == before:  # perhaps fetched ahead and outdated: read again
+                    head = self._reader.head_of(writer, self._floor())
+                if listed:
+                    self._skipped_heads = {}
+                self._skipped_heads.pop(self._reader.keys.head(writer), None)
+                return head
+        return None
+
+    def _search(self) -> Head | None:
+        """The HEAD of the newest complete version, found or made from all HEADs and manifests of the run."""
+        self._searched, self._skipped_heads = True, {}
+        return self._reader.head(floor=self._floor(), problems=self._skipped_heads)
+
+    def _resolve(self, head: Head) -> Manifest:
+        """The version that `head` names, or the newest complete one if the manifest is damaged."""
+        if self._newest and head.version and head.version > self._newest.version + 1:
             self._fetch_ahead(head.version)
         skipped: Problems = {}
-        manifest = self._reader.resolve(head, skipped) if head else None
-        if head is None or manifest is None:
-            raise NoVersionError(f"{self._reader.place} has not published a first version")
-        if self._floor and manifest.rank < self._floor:
-            raise went_back(f"run {self._reader.keys.run!r}", manifest.version, self._floor)
+        manifest = self._reader.resolve(head, skipped)
+        assert manifest is not None, "`head` names a manifest"
+        if (floor := self._floor()) and manifest.rank < floor:
+            raise went_back(f"run {self._reader.keys.run!r}", manifest.version, floor)
         self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
-        self._head_floor, self._floor, self._newest = head.rank, manifest.rank, manifest
-        self._skipped = self._skipped_heads | skipped
-        self._mending.failed(_STORE) if self._skipped_heads else self._mending.reset()
-        self._notifications.confirm()
+        self._newest, self._skipped = manifest, skipped
         return manifest
+
+    def _floor(self) -> Rank | None:
+        return self._newest.rank if self._newest else None
 
     def _fetch_ahead(self, version: int, *others: str) -> None:
         """Begin to read `others`, the manifest of `version`, and the deltas up to it, by predicted keys.
+
+        One after the other, HEAD, manifest and delta would take six requests on the Hub; together they take
+        two. After a notification, these two do not wait for HEAD's etag, either. So a delta is in memory
+        after 2 requests in sequence instead of 7, and after 3 if the watcher polls (`bench.hub`).
 
         Parts that were large in the newest version are left out. Nothing is fetched ahead from a folder,
         because reading a file is faster than starting a thread.
@@ -185,26 +242,3 @@ class Watcher:
             parts, ends = small if self._newest.delta else [""], min(version, first + _AHEAD) + 1
             deltas = [keys.delta(each, writer, part) for each in range(first, ends) for part in parts]
             self._reader.fetch_ahead([*others, keys.manifest(version, writer), *deltas])
-
-    def _read_etags(self) -> bool:
-        """Read the etags of the HEADs. True if only the known HEAD was requested."""
-        bucket, self._polls = self._reader.bucket, self._polls + 1
-        known = bucket.stat(self._key) if self._key and self._polls % _LIST_EVERY else None
-        # If a change is expected and the known HEAD is the same, another writer's HEAD may have changed.
-        expected = self._notifications.prompted or self._notifications.for_safety
-        if known and not (expected and known.etag == (self._used or {}).get(self._key)):
-            self._found = self._found | {self._key: known.etag}
-            return True
-        self._found = {info.key: info.etag for info in bucket.list(self._reader.keys.heads)}
-        return False
-
-    def _known_head(self) -> Head | None:
-        """The HEAD that was polled, if it is valid."""
-        with contextlib.suppress(ProtocolError, ObjectMissingError):
-            if writer := head_writer(self._key):
-                head = self._reader.head_of(writer, self._head_floor)
-                if head.rank == self._head_floor:  # perhaps fetched ahead and outdated: read again
-                    head = self._reader.head_of(writer, self._head_floor)
-                self._skipped_heads.pop(self._key, None)
-                return head
-        return None

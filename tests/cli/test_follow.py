@@ -71,7 +71,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
                 raise KeyboardInterrupt
             pauses.append(seconds)
             happens[len(pauses) - 1]()
-            notice.reset()
+            notice.look_now()
 
         monkeypatch.setattr(Notifications, "wait", wait)
         monkeypatch.setattr("delta_weight_sync.watch.monotonic", lambda: sum(pauses))

@@ -27,6 +27,7 @@ from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, AnchorRef, DeltaRe
 from delta_weight_sync.runlog import StepEvent
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store.ledger import total
+from delta_weight_sync.store.notifications import Why
 from delta_weight_sync.watch import Watcher
 from tests.cli.command import command
 from tests.support.hubsim import HubSim
@@ -130,8 +131,8 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
         assert counted(hub, publish) == cost.PUBLISHING
         assert counted(hub, take) == {kind: POLL[kind] + cost.TAKING[kind] for kind in POLL}
         assert counted(hub, watcher.poll) == POLL
-        watcher._notifications.for_safety = True
-        assert counted(hub, watcher.poll) == {"all": 2, "api": 1, "files": 1}, "a safety poll"
+        safety = partial(watcher.poll, Why.SAFETY)
+        assert counted(hub, safety) == {"all": 2, "api": 1, "files": 1}, "a look for safety"
 
 
 def test_a_long_run_takes_at_most_seven_requests_a_version_log_jumps_and_anchors_included(

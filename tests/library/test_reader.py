@@ -104,7 +104,7 @@ def test_a_head_that_was_read_before_a_listing_is_not_taken_for_the_listed_one(t
         watcher.poke()
         watcher.check(seen.append)
     run.step()
-    watcher.refresh()
+    watcher.reset()
     assert watcher.check(seen.append)
     assert [each.version for each in seen] == [0, 1, 2], "else the newest one counts as used, and is missed"
     run.close()

@@ -1,5 +1,6 @@
 """When a replica looks at the bucket: as rarely as the quota asks, and as soon as a notification arrives."""
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from delta_weight_sync.errors import BucketError
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_store
 from delta_weight_sync.store.hub import HubNotifications
-from delta_weight_sync.store.notifications import LONGEST_BLOCK_S, POKES, SAFETY_S, Notifications, Quota
+from delta_weight_sync.store.notifications import LONGEST_BLOCK_S, POKES, SAFETY_S, Notifications, Quota, Why
 from tests.support.hubsim import HubSim
 from tests.support.waiting import soon as until
 
@@ -45,7 +46,7 @@ def looks(notice, clock, seconds, turn_s=1.0, poll_s=1.0) -> int:
     """Looks of a program that takes a turn every `turn_s`."""
     count, end = 0, clock.now + seconds
     while clock.now < end:
-        count += notice.due(poll_s)
+        count += notice.due(poll_s) is not None
         clock.now += turn_s
     return count
 
@@ -53,7 +54,7 @@ def looks(notice, clock, seconds, turn_s=1.0, poll_s=1.0) -> int:
 @pytest.fixture
 def live(notice: Notifications, clock: Clock) -> Notifications:
     """Notifications of a store that reports changes, and has reported none for a while."""
-    notice._set_live(True)
+    notice.rely(True)
     looks(notice, clock, 10.0)
     return notice
 
@@ -66,31 +67,28 @@ def test_without_news_it_looks_once_per_interval(notice, clock):
 
 def test_a_store_that_reports_changes_is_polled_for_safety_only(live, clock):
     assert looks(live, clock, 10 * SAFETY_S) == 10
-    live._set_live(False)
+    live.rely(False)
     assert looks(live, clock, 60.0) == 60, "no more notifications"
 
 
 def test_a_notification_causes_a_look_in_the_same_turn_and_one_more(live, clock):
-    live.wake()
-    assert live.due(1.0)
+    live.report()
+    assert live.due(1.0) is Why.NOTIFIED
     assert not live.due(1.0)
     assert looks(live, clock, 10.0) == 1, "the store may show the change a moment later"
 
 
 def test_a_store_that_misses_a_notification_is_polled(live, clock):
-    live.wake()
-    assert live.due(1.0)
-    live.confirm()
-    assert live.describe(1.0) == "notified by the store", "it did notify"
+    live.report()
+    assert live.due(1.0) is Why.NOTIFIED
     clock.now += 1.0
-    assert live.due(1.0)
-    live.confirm()
-    assert live.describe(1.0) == "notified by the store", "the store showed it a little later"
+    assert live.due(1.0) is Why.INTERVAL, "the store may show the change a little later"
     clock.now += SAFETY_S
-    assert live.due(1.0)
-    live.confirm()
+    assert live.due(1.0) is Why.SAFETY
+    live.rely(False)  # as the watcher does if this look finds a change
     assert live.describe(1.0) == "polls every 1 s"
-    live.wake()
+    assert looks(live, clock, 10.0) == 9, "from the next interval on"
+    live.report()
     assert live.describe(1.0) == "notified by the store", "it does again"
 
 
@@ -100,11 +98,12 @@ def test_the_first_pokes_are_answered_at_once_and_a_flood_once_per_interval(live
         live.wait(HOUR)
         assert live.due(1.0), "without a wait"
     live.poke()
-    assert not live._awake, "a flood does not wake"
+    live.wait(0.0)
+    assert not live.due(1.0), "a flood is not answered"
     count = 0
     for _ in range(1000):
         live.poke()
-        count += live.due(1.0)
+        count += live.due(1.0) is not None
         clock.now += 0.01
     assert count <= 11, "in ten seconds"
     looks(live, clock, 2 * POKES)
@@ -112,15 +111,30 @@ def test_the_first_pokes_are_answered_at_once_and_a_flood_once_per_interval(live
     assert live.due(1.0), "a flood is forgotten"
 
 
+def test_a_poke_that_comes_late_into_an_overdue_look_ends_the_wait(notice, clock):
+    notice.due(1.0)
+    clock.now += 5.0  # the program was busy
+    notice.poke()
+    notice.wait(HOUR)
+    assert notice.due(1.0) is Why.NOTIFIED
+
+
 def test_a_poke_is_followed_by_one_more_look_and_a_failed_look_by_one(live, clock):
     live.poke()
     assert looks(live, clock, 5.0) == 2
-    assert not live.due(1.0)
-    assert live.due(1.0, again=True)
+    live.retry(4.0)
+    assert looks(live, clock, 4.0) == 0
+    assert live.due(1.0) is Why.INTERVAL
     assert looks(live, clock, 5.0) == 0
 
 
-@pytest.mark.parametrize("ring", [Notifications.poke, Notifications.wake, Notifications.close])
+def test_what_failed_is_not_looked_at_more_often_than_the_quota_allows(notice, clock):
+    assert notice.due(10.0)
+    notice.retry(1.0)
+    assert looks(notice, clock, 10.0, poll_s=10.0) == 0
+
+
+@pytest.mark.parametrize("ring", [Notifications.poke, Notifications.report, Notifications.close])
 def test_waiting_ends(ring):
     notice = Notifications()
     waiting = threading.Thread(target=notice.wait, args=(HOUR,))
@@ -300,6 +314,17 @@ def test_a_hub_that_asks_for_a_pause_gets_it(bucket, hub, monkeypatch):
     is_connected(feed)
     assert pauses[:3] == [44.0, 280.0, hub_store.LONGEST_FEED_PAUSE_S]
     feed.close()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_events_are_read_however_the_stream_is_divided(size):
+    stream = (
+        b': hello\n\nevent: ready\ndata: {"cursor": "1"}\n\n:\n\nevent: changes\r\ndata: {"path":\r\n'
+        b'data: "\xe2\x80\xa8"}\r\nid: 7\r\n\r\ndata: 1\n\nevent: nothing\n\nevent: cut off\ndata: {}'
+    )
+    chunks = (stream[at : at + size] for at in range(0, len(stream), size))
+    events = [(name, json.loads(data)) for name, data in hub_store._events(chunks)]
+    assert events == [("ready", {"cursor": "1"}), ("changes", {"path": "\u2028"}), ("message", 1)]
 
 
 def test_close_ends_a_silent_connection(feed, hub, bucket):

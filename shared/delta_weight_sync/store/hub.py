@@ -8,7 +8,7 @@ storage stalls during a transfer, a call takes up to twelve minutes.
 
 Storing a version takes one upload and one request, which registers all objects in order. Small objects are
 read by their URL (docs/wire-format.md), large objects through Xet, many parts at a time. Notifications come
-from the feed that `huggingface_hub._bucket_live_follow` reads.
+from the Hub's feed of a bucket's changes, which consists of server-sent events.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -47,11 +47,10 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from delta_weight_sync import errors, store
 from delta_weight_sync.store.hooks import BUCKETS
 from delta_weight_sync.store.ledger import Kind, Ledger, kind_of
-from delta_weight_sync.store.notifications import Notifications, Quota
+from delta_weight_sync.store.notifications import Notifications, Quota, Why
 
 with BUCKETS.imports():  # private names, which another release may lack
     from huggingface_hub._buckets import _BucketAddFile
-    from huggingface_hub._hot_reload.sse_client import SSEClient
     from huggingface_hub.utils._xet import (
         XET_CONNECTION_INFO_CACHE,
         XetFileData,
@@ -441,13 +440,13 @@ class HubNotifications(Notifications):
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def due(self, poll_s: float, again: bool = False) -> bool:
+    def due(self, poll_s: float) -> Why | None:
         """As in `Notifications`; the first call connects."""
-        due = super().due(poll_s, again)
+        why = super().due(poll_s)
         if self._thread is None:  # connect; the feed's event "ready" then causes one more look
             self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
             self._thread.start()
-        return due
+        return why
 
     def close(self) -> None:
         """As in `Notifications`; ends the connection."""
@@ -468,7 +467,7 @@ class HubNotifications(Notifications):
                 pause_s = self._follow()
             except Exception as error:  # noqa: BLE001 - whatever it was, the next connection may be better
                 _log.debug("the feed at %s ended: %r", self._url, error)
-            self._set_live(False)
+            self.rely(False)
             failures = 0 if time.monotonic() - started >= STEADY_S else failures + 1
             self._done.wait(max(_pause_s(failures), min(pause_s, LONGEST_FEED_PAUSE_S)))
 
@@ -483,8 +482,8 @@ class HubNotifications(Notifications):
                 return _retry_after_s(answer.headers) or 0.0
             stream = answer.extensions.get("network_stream")
             self._connection = stream.get_extra_info("socket") if stream else None
-            for event in SSEClient(answer.iter_bytes()).events():  # type: ignore[no-untyped-call]
-                if self._done.is_set() or not self._take(event.event, json.loads(event.data)):
+            for name, data in _events(answer.iter_bytes()):
+                if self._done.is_set() or not self._take(name, json.loads(data)):
                     break
         return 0.0
 
@@ -492,18 +491,35 @@ class HubNotifications(Notifications):
         """Act on an event. Return False if it is the last event of its connection."""
         resumed, self._cursor = bool(self._cursor), str(payload.get("cursor") or self._cursor)
         if name == "ready":
-            self._set_live(True)
+            self.rely(True)
             if not resumed:
-                self.wake()  # there may have been changes before this connection
+                self.report()  # there may have been changes before this connection
         elif name == "changes":
             for change in filter(lambda change: isinstance(change, dict), payload.get("changes") or ()):
                 path, etag = change.get("path", ""), change.get("xetHash")
                 seen = self.known.get(path.removeprefix(self._folder))  # the etag that the last look found
                 if path.startswith(self._folder + self._prefix) and (not etag or etag != seen):
-                    self.wake()
+                    self.report()
         elif name == "reset":
             self._cursor = ""
         return name not in ("reset", "reconnect")
+
+
+def _events(chunks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
+    """The name and the data of each server-sent event of a stream."""
+    name, data, rest = "message", list[bytes](), b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in (line.rstrip(b"\r") for line in lines):
+            field, _, value = line.partition(b":")
+            if field == b"event":
+                name = value.strip().decode()
+            elif field == b"data":
+                data.append(value)
+            elif not line:  # the end of an event; a line that begins with a colon is a comment
+                if data:
+                    yield name, b"\n".join(data)
+                name, data = "message", []
 
 
 def _pause_s(failures: int) -> float:

@@ -1,8 +1,8 @@
 """Decides when to look at a bucket again: after an interval, or as soon as a notification arrives.
 
 If a store reports its changes (the Hub), a subclass of `Notifications` receives the reports; other stores are
-polled. A poke is a request from outside that means "look now" and carries nothing else. After pokes have
-caused `POKES` looks in a row, further pokes cause only one look per interval.
+polled. A poke is a request from outside that means "look now" and carries nothing else. Pokes may cause
+`POKES` looks in a row; each interval allows one more.
 
 All replicas of a user share one quota of requests. The Hub counts requests in windows of five minutes. Each
 answer says how many requests are left, and for how long. Requests of other replicas lower that number, too.
@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 from typing import Final
 
 MEASURED_S: Final = 5.0  # min seconds over which use is measured, because a version is a burst of requests
@@ -22,7 +23,6 @@ LONGEST_BLOCK_S: Final = 60.0  # longest wait after a refusal; some refusals ask
 _FIRST_BLOCK_S: Final = 2.0  # wait after a refusal that names no time; doubles with each further refusal
 SAFETY_S = 60.0  # seconds between looks at a store that reports its changes, in case a notification gets lost
 POKES: Final = 8  # looks that pokes may cause in a row; each interval allows one more
-_EARLY = 0.1  # share of an interval by which a look may come too early
 
 
 class Quota:
@@ -66,82 +66,92 @@ class Quota:
             return poll_s * self._slower
 
 
+class Why(Enum):
+    """Why it is time to look at the bucket."""
+
+    NOTIFIED = "the store reported a change, or somebody asked for a look"
+    INTERVAL = "an interval has passed, or a failed look is repeated"
+    SAFETY = "a notification may have got lost"
+
+
 class Notifications:
-    """Notifications of changes below one folder. Thread-safe; only one thread calls `wait` and `due`."""
+    """When to look at one folder of a bucket, and why. Thread-safe; only one thread calls `wait` and `due`.
+
+    There is one next look. Reports of the store, pokes and retries only move it to an earlier time.
+    """
 
     def __init__(self, quota: Quota | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._quota, self._clock = quota or Quota(), clock
         self._changed = threading.Condition()
         self._awake = self._closed = False
-        self._notified, self._poked, self._live = True, False, False
-        self._settled = False  # whether a second look has followed the last notification
-        self.known: dict[str, str] = {}  # key -> etag, as the last look found them
-        self.prompted = False  # whether a report, a poke or `reset` asked for the last look
-        self.for_safety = False  # whether the last look was only made in case a notification got lost
-        self._looked = -math.inf
-        self._interval = 1e-9  # seconds between two looks, at the last call of `due`
-        # Each look after a poke moves this time on by one interval. Once this time is past, pokes may cause
-        # `POKES` looks in a row again.
+        self._live = False  # whether the store reports each change now
+        self._looked, self._next, self._why = -math.inf, -math.inf, Why.NOTIFIED
+        self._interval = 0.0  # seconds between two looks, as at the last look
+        self._poked = False  # whether a poke asked for the next look
+        # Each look after a poke moves this time on by one interval. It may be `POKES` intervals ahead.
         self._poked_until = -math.inf
+        self.known: dict[str, str] = {}  # key -> etag, as the last look found them
 
-    def due(self, poll_s: float, again: bool = False) -> bool:
-        """Whether to look now; True counts as a look.
+    def due(self, poll_s: float) -> Why | None:
+        """Why to look now, or None if it is too early. A reason counts as a look, and plans the next look.
 
-        `poll_s`: usual seconds between two looks. `again`: the last look failed or must be repeated, so the
-        next look comes after one interval, not later.
+        `poll_s`: usual seconds between two looks.
         """
         with self._changed:
-            now, interval = self._clock(), self._quota.interval(poll_s)
-            self._interval = max(interval, 1e-9)
-            if self._quota.blocked_s():
-                return False
-            self.prompted = prompted = self._notified or (self._poked and self._may_answer(now))
-            self._settled = self._settled and not again
-            for_safety = self._live and self._settled and not prompted
-            longest = max(SAFETY_S, interval) if for_safety else interval
-            if not prompted and now + _EARLY * interval - self._looked < longest:
-                return False
+            now, why = self._clock(), self._why
+            if now < self._next or self._quota.blocked_s():
+                return None
+            self._looked, self._interval = now, self._quota.interval(poll_s)
             if self._poked:
-                self._poked_until = max(self._poked_until, now) + interval
-            self.for_safety = for_safety
-            # A reported change may become visible a moment later, so one more look will come soon.
-            self._settled = not prompted
-            self._notified, self._poked, self._looked = False, False, now
-            return True
+                self._poked_until = max(self._poked_until, now) + self._interval
+            # A reported change may become visible a moment later, so one more look comes soon.
+            if self._live and why is not Why.NOTIFIED:
+                self._plan(now + max(SAFETY_S, self._interval), Why.SAFETY)
+            else:
+                self._plan(now + self._interval, Why.INTERVAL)
+            return why
 
     def wait(self, seconds: float) -> None:
-        """Wait for `seconds`, or until a notification, a poke or `close`."""
+        """Wait for `seconds`, or until a report of the store, a poke or `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._awake or self._closed, seconds)
             self._awake = False
 
-    def poke(self) -> None:
-        """Ask for a look on behalf of a caller outside this process."""
+    def look_now(self) -> None:
+        """Make the next look due, without waking anyone."""
         with self._changed:
-            self._poked = True
-            if self._may_answer(self._clock()):  # otherwise the next usual look answers this poke
-                self._awake = True
-                self._changed.notify_all()
+            self._plan(self._clock(), Why.NOTIFIED)
 
-    def _may_answer(self, now: float) -> bool:
-        return self._poked_until <= now + (POKES - 1 + _EARLY) * self._interval
-
-    def wake(self) -> None:
+    def report(self) -> None:
         """Look now, because the store reported a change. From now on, rely on its reports."""
         with self._changed:
-            self._notified = self._awake = self._live = True
-            self._changed.notify_all()
+            self._live = True
+            self._plan(self._clock(), Why.NOTIFIED)
+            self._wake()
 
-    def confirm(self) -> None:
-        """Note that the last look found a change. If this look was only for safety, a notification got lost:
-        poll until the next notification arrives."""
-        if self.for_safety:
-            self._set_live(False)
-
-    def reset(self) -> None:
-        """Make the next look due without waking anyone."""
+    def poke(self) -> None:
+        """Look on behalf of a caller outside this process, as soon as the limit of pokes allows it."""
         with self._changed:
-            self._notified = True
+            now = self._clock()
+            allowed = max(now, self._poked_until - (POKES - 1) * self._interval)
+            if allowed <= max(now, self._next):
+                self._plan(allowed, Why.NOTIFIED, poked=True)
+            if allowed == now:
+                self._wake()
+
+    def retry(self, seconds: float) -> None:
+        """Look again in `seconds`, but not before an interval has passed."""
+        with self._changed:
+            at = max(self._clock() + seconds, self._looked + self._interval)
+            if at < self._next:
+                self._plan(at, Why.INTERVAL)
+
+    def rely(self, live: bool) -> None:
+        """Set whether to rely on the store to report each change, or to poll."""
+        with self._changed:
+            self._live = live
+            if not live and self._why is Why.SAFETY:
+                self._plan(self._looked + self._interval, Why.INTERVAL)
 
     def close(self) -> None:
         """End all waits, also future ones."""
@@ -159,7 +169,9 @@ class Notifications:
         slower = f", so that the token's quota of requests lasts; usual is {poll_s:g} s"
         return f"polls every {interval:.4g} s" + (slower if interval > poll_s else "")
 
-    def _set_live(self, live: bool) -> None:
-        """Set whether to rely on the store to report each change."""
-        with self._changed:
-            self._live = live
+    def _plan(self, at: float, why: Why, poked: bool = False) -> None:
+        self._next, self._why, self._poked = at, why, poked
+
+    def _wake(self) -> None:
+        self._awake = True
+        self._changed.notify_all()
