@@ -169,10 +169,10 @@ class Watcher:
             self._notice_was_news = news
         if news and why is Why.SAFETY:  # a notification got lost
             self._notifications.rely(False)
-        if news and not listed:
-            self._fetch_ahead(following, self._key)
-        else:
+        if not news:
             self._reader.fetch_ahead(())  # a HEAD that was read ahead in vain must not pass for a later one
+        elif not listed:
+            self._fetch_ahead(following, self._key)
         return listed
 
     def _read_etags(self, why: Why) -> bool:
