@@ -230,7 +230,8 @@ class Watcher:
 
         One after the other, HEAD, manifest and delta would take six requests on the Hub; together they take
         two. After a notification, these two do not wait for HEAD's etag, either. So a delta is in memory
-        after 2 requests in sequence instead of 7, and after 3 if the watcher polls (`bench.hub`).
+        after 2 requests in sequence instead of 7, and after 3 if the watcher polls. If each request takes
+        0.1 s, a version is staged after 0.29 s instead of 0.79 s (`bench.hub`).
 
         Parts that were large in the newest version are left out. Nothing is fetched ahead from a folder,
         because reading a file is faster than starting a thread.
