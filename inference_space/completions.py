@@ -88,7 +88,7 @@ class Completions:
         _check_messages(asked.get("messages"))
         prompt = asked.get("prompt")
         _check_prompt(prompt)
-        # vLLM would compute the logits of all these tokens at once.
+        # vLLM would compute the logits of all these tokens in one piece.
         if asked.get("echo") and asked.get("logprobs") is not None and _length(prompt) > MAX_ECHOED:
             limit = f"{MAX_ECHOED} tokens or characters in all"
             raise ValueError(f"prompts are too long for echo with logprobs: send at most {limit}")
