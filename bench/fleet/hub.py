@@ -236,9 +236,9 @@ class SimBucket(store.Bucket):
             kinds[self.role, name] += blocks - 1
         self.request("POST /cas/v2/shards", "storage")
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int = store.SMALL) -> bytes:
         """Read an object by its URL."""
-        (data,) = self._read(key, store.SMALL)
+        (data,) = self._read(key, limit)
         return data
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:

@@ -21,7 +21,7 @@ from delta_weight_sync.records import Keys, Manifest, RunInfo, parse
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport, RunLogReader
 from delta_weight_sync.runlog import Event as LogEvent
 from delta_weight_sync.scratch import Scratch
-from delta_weight_sync.store import Bucket, Listing, ObjectInfo
+from delta_weight_sync.store import SMALL, Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import size_text, time_text
 from inference_space.dashboard.state import Progress, RunState, Start
 from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
@@ -394,9 +394,9 @@ class RateLimitedBucket:
         self._calls = _Budget(CALLS, clock)
         self._bytes = _Budget(BYTES, clock)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int = SMALL) -> bytes:
         self._spend()
-        return self._bucket.get(key)
+        return self._bucket.get(key, limit)
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download an object. All of `limit` is charged, whatever the object's size."""

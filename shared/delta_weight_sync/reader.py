@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 from delta_weight_sync import checkpoint, errors, records
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.records import (
+    HEAD_BYTES,
+    MANIFEST_BYTES,
     AnchorRef,
     DeltaRef,
     FileRef,
@@ -32,14 +34,17 @@ from delta_weight_sync.records import (
     sha256_together,
 )
 from delta_weight_sync.signing import Kind, PublicKeys
-from delta_weight_sync.store import Bucket, Listing, ObjectInfo, file_sha256, open_bucket
+from delta_weight_sync.store import SMALL, Bucket, Listing, ObjectInfo, file_sha256, open_bucket
 from delta_weight_sync.util import in_order
 
 SIDE_BY_SIDE = 6  # files that are fetched at the same time
 _TRIES = 5  # attempts to list and read the HEADs; a new writer may remove a HEAD in between
-_MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: the public key is probably wrong
-_MAX_MANIFESTS = 64  # a search reads at most this many: any number of forged ones could come first
-_MAX_HEADS = 16  # a search reads at most this many HEADs: usually there is one
+# What a search for the newest version reads at most: anybody who may write to the bucket could add forged
+# HEADs and manifests. Usually a search reads one or two of each.
+_MAX_HEADS = 16
+_MAX_MANIFESTS = 32
+_MAX_MANIFEST_BYTES = 8 << 20  # of all these manifests
+_LIMITS = {Head: HEAD_BYTES, Manifest: MANIFEST_BYTES}
 Problems = dict[str, Exception]  # records that a search for a valid record skipped: key -> error
 
 
@@ -68,6 +73,22 @@ def runs_in(bucket: Bucket) -> list[str]:
     """Names of the runs in a bucket."""
     found = (re.match(f"runs/({records.RUN_NAME})/", info.key) for info in bucket.list("runs/"))
     return sorted({match[1] for match in found if match})
+
+
+class _Budget:
+    """How many manifests a search may still read, and how many bytes of them."""
+
+    def __init__(self) -> None:
+        self._manifests = _MAX_MANIFESTS
+        self._bytes = _MAX_MANIFEST_BYTES
+
+    def spend(self, size: int) -> bool:
+        """Whether a manifest of `size` bytes may be read; if so, count it."""
+        if size > min(MANIFEST_BYTES, self._bytes) or not self._manifests:
+            return False
+        self._manifests -= 1
+        self._bytes -= size
+        return True
 
 
 class RunReader:
@@ -380,16 +401,17 @@ class RunReader:
     def _last_valid(self, below: Writer | None, floor: Rank | None, skipped: Problems) -> Head | None:
         writers = [writer for writer in self.writers() if below is None or writer < below]
         listing: Listing | None = None
+        budget = _Budget()
         for writer in reversed(writers[-_MAX_HEADS:]):
             try:
                 return self.head_of(writer, floor)
             except errors.ProtocolError as error:
                 skipped[self.keys.head(writer)] = error
                 listing = listing or self.bucket.list(self.keys.folder)
-                rebuilt = self.rebuild_head(writer, listing)
+                rebuilt = self.rebuild_head(writer, listing, budget)
                 if rebuilt and (floor is None or rebuilt.rank >= floor):
                     return rebuilt
-        rebuilt = self.rebuild_head(None, listing)
+        rebuilt = self.rebuild_head(None, listing, budget)
         if rebuilt and floor and rebuilt.rank < floor:
             skipped[self.keys.heads] = went_back(f"HEAD of run {self.keys.run!r}", rebuilt.version, floor)
             return None
@@ -405,19 +427,23 @@ class RunReader:
             raise went_back(key, head.version, floor)
         return head
 
-    def rebuild_head(self, writer: Writer | None = None, listing: Listing | None = None) -> Head | None:
-        """Make a HEAD for the newest complete version (of `writer`, if given); None if there is no such
-        version. A version is complete if the files of its recipe are in the bucket."""
+    def rebuild_head(
+        self,
+        writer: Writer | None = None,
+        listing: Listing | None = None,
+        budget: _Budget | None = None,
+    ) -> Head | None:
+        """Make a HEAD for the newest complete version (of `writer`, if given); None if `budget` lets it read
+        no such version. A version is complete if the files of its recipe are in the bucket."""
+        budget = budget or _Budget()
         there = {info.key: info.size for info in listing or self.bucket.list(self.keys.folder)}
         listed = [each for each in _manifests(there) if writer is None or each[0].written_by(writer)]
-        unsigned = 0
-        for _, key in sorted(listed, reverse=True)[:_MAX_MANIFESTS]:
+        for _, key in sorted(listed, reverse=True):
+            if not budget.spend(there[key]):
+                continue
             try:
                 manifest = self.read_listed(key)
-            except (errors.ProtocolError, errors.ObjectMissingError) as error:
-                unsigned += isinstance(error, errors.SignatureError)
-                if unsigned == _MAX_UNSIGNED:
-                    return None
+            except (errors.ProtocolError, errors.ObjectMissingError):
                 continue
             if all(there.get(file.key) == file.size for file in manifest.recipe().files):
                 same = manifest.model_dump(include={"run", "born", "version", "writer_term", "writer"})
@@ -454,7 +480,10 @@ class RunReader:
             ProtocolError: The record is damaged, or belongs to another run.
         """
         key = source.key if isinstance(source, FileRef) else source
-        data = self._fetched_ahead(key) or self.bucket.get(key)
+        limit = _LIMITS.get(kind, SMALL)
+        data = self._fetched_ahead(key) or self.bucket.get(key, limit)
+        if len(data) > limit:  # it was fetched ahead
+            raise errors.ProtocolError(f"{key} has {len(data)} bytes, but at most {limit} are allowed")
         if isinstance(source, FileRef):
             source.check(data)
         record = records.parse(kind, data, key)

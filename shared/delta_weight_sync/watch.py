@@ -14,7 +14,17 @@ from time import monotonic
 
 from delta_weight_sync.errors import NoVersionError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Problems, RunReader, went_back
-from delta_weight_sync.records import POLL_S, FileRef, Head, Manifest, Rank, Writer, head_writer, part_suffix
+from delta_weight_sync.records import (
+    MAX_PARTS,
+    POLL_S,
+    FileRef,
+    Head,
+    Manifest,
+    Rank,
+    Writer,
+    head_writer,
+    part_suffix,
+)
 from delta_weight_sync.store import SMALL
 from delta_weight_sync.store.notifications import Why
 
@@ -242,4 +252,5 @@ class Watcher:
             small = [part_suffix(part) for part in self._newest.delta if part.size <= SMALL]
             parts, ends = small if self._newest.delta else [""], min(version, first + _AHEAD) + 1
             deltas = [keys.delta(each, writer, part) for each in range(first, ends) for part in parts]
-            self._reader.fetch_ahead([*others, keys.manifest(version, writer), *deltas])
+            # A trainer of many ranks has many parts; those of the next version come first.
+            self._reader.fetch_ahead([*others, keys.manifest(version, writer), *deltas[:MAX_PARTS]])

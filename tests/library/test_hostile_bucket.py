@@ -3,21 +3,26 @@
 Objects are forged so that every hash fits; `python -m tests.fuzz.bucket` goes on with as many as one likes.
 """
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
 
 from delta_weight_sync import codec
-from delta_weight_sync.errors import DeltaWeightSyncError, printable
-from delta_weight_sync.records import Keys, LogKey
-from delta_weight_sync.store import open_bucket
+from delta_weight_sync.errors import DeltaWeightSyncError, ProtocolError, printable
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import Keys, LogKey, Writer
+from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, new_pair
+from delta_weight_sync.store import SMALL, Bucket, open_bucket
 from inference_space.dashboard.export import export
 from tests.cli.command import command
 from tests.fuzz.forged import PARTS, RUN, Files, forged_parts, named, newest, pin, sound, sound_parts, written
@@ -139,3 +144,57 @@ def test_forged_runs(cases: int, seed: int) -> None:
     for reader in ("dashboard", "command_line", "follower", "publisher"):
         assert f"{reader} took" in done.stdout
         assert f"{reader} refused" in done.stdout
+
+
+class Counting:
+    """Counts what is read of a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.read: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    def get(self, key: str, limit: int = SMALL) -> bytes:
+        data = self._bucket.get(key, limit)
+        self.read.append((key.split("/")[2], len(data)))
+        return data
+
+
+@pytest.mark.finding("M5")
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("size", [200, 500_000, 1 << 20, 8 << 20])
+def test_a_search_for_the_newest_version_reads_little_whatever_a_bucket_holds(
+    tmp_path: Path, signed: bool, size: int
+) -> None:
+    url = written(sound(), tmp_path / "bucket")
+    bucket: Any = Counting(open_bucket(url.partition("#")[0]))
+    keys = Keys(RUN)
+    for number in range(20):
+        forger = Writer(100 + number, f"{number:032x}")
+        bucket.put(keys.head(forger), b"{" if number % 2 else b"?" * (1 << 20))
+        for version in range(5, 13):
+            bucket.put(keys.manifest(version, forger), b'{"x":"' + b"y" * size + b'"}')
+    trusted = PublicKeys(new_pair()[PUBLIC_KEY] if signed else "")
+    with contextlib.suppress(ProtocolError):
+        RunReader(bucket, RUN, trusted).head()
+    kinds = Counter(kind for kind, _ in bucket.read)
+    assert kinds["heads"] <= 16
+    assert kinds["manifests"] <= 32
+    assert sum(size for _, size in bucket.read) < 10 << 20
+
+
+@pytest.mark.finding("M5")
+def test_a_few_forged_manifests_hide_no_version(tmp_path: Path) -> None:
+    url = written(sound(), tmp_path / "bucket")
+    reader = RunReader(open_bucket(url.partition("#")[0]), RUN)
+    newest = reader.newest()
+    keys = Keys(RUN)
+    for number in range(3):
+        forger = Writer(100 + number, f"{number:032x}")
+        reader.bucket.put(keys.head(forger), b"{")
+        for version in range(5, 13):
+            reader.bucket.put(keys.manifest(version, forger), b"{}")
+        reader.bucket.put(keys.manifest(99, forger), b"?" * (2 << 20))
+    assert reader.newest() == newest

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.records import (
+    MANIFEST_BYTES,
     MAX_REFS,
     WINDOW,
     AnchorRef,
@@ -254,3 +255,27 @@ def test_what_a_manifest_names_is_found_from_what_the_one_before_named():
             assert links[0] == whole[0]
             ways = [cheapest_recipe(start, sum(each, ()), version, None) for each in (links, whole)]
             assert ways[0] == ways[1]
+
+
+def test_the_largest_manifest_that_a_trainer_writes_has_half_of_the_allowed_bytes():
+    """64 ranks, 1,024 files of an anchor, and a delta or jump in 64 parts for each of 128 files of a join."""
+    keys = Keys("r" * 96)
+    version = 128
+
+    def parts(key: str, base: int, end: int) -> list[DeltaRef]:
+        common = {"sha256": "f" * 64, "base": base, "version": end, "changed": 10**11, "parts": 64}
+        names = [key.replace(".safetensors", f".r{rank}.safetensors") for rank in range(64)]
+        return [DeltaRef(key=name, size=10**9, **common) for name in names]
+
+    deltas = chain.from_iterable(parts(keys.delta(v, WRITER), v - 1, v) for v in range(1, version + 1))
+    ends = [(end - stride, end) for stride in (8, 64) for end in range(stride, version + 1, stride)]
+    jumps = chain.from_iterable(parts(keys.jump(base, end, WRITER), base, end) for base, end in ends)
+    names = [f"model-{number:05d}-of-01000.safetensors" for number in range(1000)]
+    files = [FileRef(key=keys.anchor(0, WRITER, name), size=10**10, sha256="f" * 64) for name in names]
+    largest = Manifest(
+        **dict(manifest_of(version, 0))
+        | {"run": keys.run, "seal": "", "signature": "f" * 128}
+        | {"anchor": AnchorRef(version=0, files=tuple(files)), "deltas": tuple(deltas), "jumps": tuple(jumps)}
+    )
+    assert len(largest.to_bytes()) < MANIFEST_BYTES / 2
+    assert parse(Manifest, largest.to_bytes(), "key") == largest

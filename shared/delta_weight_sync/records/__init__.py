@@ -33,8 +33,10 @@ from delta_weight_sync.records.keys import log_key as log_key
 from delta_weight_sync.records.keys import state_version as state_version
 from delta_weight_sync.records.keys import version_key as version_key
 from delta_weight_sync.records.limits import ANCHOR_PAYS as ANCHOR_PAYS
+from delta_weight_sync.records.limits import HEAD_BYTES as HEAD_BYTES
 from delta_weight_sync.records.limits import LARGEST as LARGEST
 from delta_weight_sync.records.limits import LOG_FLUSHES as LOG_FLUSHES
+from delta_weight_sync.records.limits import MANIFEST_BYTES as MANIFEST_BYTES
 from delta_weight_sync.records.limits import MAX_ASSETS as MAX_ASSETS
 from delta_weight_sync.records.limits import MAX_FILES as MAX_FILES
 from delta_weight_sync.records.limits import MAX_PARTS as MAX_PARTS

@@ -6,6 +6,10 @@ POLL_S: Final = 1.0  # usual seconds between two requests for HEAD, without the 
 MAX_ASSETS: Final = 1024  # max files of an anchor
 MAX_PARTS: Final = 64  # max parts of a delta that a trainer writes
 MAX_REFS: Final = 1 << 14  # max delta files in a manifest, and max jump files
+HEAD_BYTES: Final = 64 << 10  # max bytes of a HEAD
+MANIFEST_BYTES: Final = (
+    1 << 20
+)  # max bytes of a manifest; the largest that a trainer writes has less than half
 LOG_FLUSHES: Final = 512  # max flushes of a trainer in one object of the log
 LARGEST: Final = 1e15  # the largest number that a log event may report, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans

@@ -93,9 +93,9 @@ class Bucket(ABC):
         for key, data in objects:
             self.put(key, data)
 
-    def get(self, key: str) -> bytes:
-        """Read an object of at most `SMALL` bytes into memory."""
-        return b"".join(self._blocks(key, SMALL))
+    def get(self, key: str, limit: int = SMALL) -> bytes:
+        """Read an object of at most `limit` bytes into memory."""
+        return b"".join(self._blocks(key, limit))
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download an object of at most `limit` bytes to `dest`, creating its folder.

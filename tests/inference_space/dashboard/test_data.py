@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from delta_weight_sync.errors import BucketUnreachableError, ObjectMissingError, ProtocolError
 from delta_weight_sync.records import Manifest, RunInfo
 from delta_weight_sync.runlog import ReplicaReport
-from delta_weight_sync.store import Bucket, ObjectInfo, open_bucket
+from delta_weight_sync.store import SMALL, Bucket, ObjectInfo, open_bucket
 from inference_space.dashboard import data, views
 from inference_space.dashboard.data import (
     BYTES,
@@ -117,11 +117,11 @@ class BrokenBucket:
         self.broken, self.free, self.parts = False, threading.Event(), 0
         self.free.set()
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int = SMALL) -> bytes:
         if self.broken and "/log/" in key:
             raise BucketUnreachableError(f"{key} cannot be reached: try again")
         assert not key.endswith(".00000001.jsonl.zst") or self.free.wait(PATIENCE_S)
-        found = self._bucket.get(key)
+        found = self._bucket.get(key, limit)
         self.parts += "/log/" in key
         return found
 
