@@ -457,9 +457,9 @@ class Fleet:
             hub: both | {"random": self.rng},
             watch: {"monotonic": clock.seconds},
             reader: {"ThreadPoolExecutor": clock.executor},
-            records: {
-                "parse": functools.cache(records.parse),
-                # The log is compressed, so its size would differ with random digits.
+            records: {"parse": functools.cache(records.parse)},
+            # The log is compressed, so its size would differ with random digits.
+            "delta_weight_sync.records.keys": {
                 "uuid4": lambda: UUID(int=ids.getrandbits(128), version=4),
             },
             runlog: both,

@@ -28,8 +28,8 @@ class _Call(BaseModel, strict=True):
 
 
 def check_calls(app: ASGIApp, events: Mapping[int, int]) -> ASGIApp:
-    """ASGI middleware: passes calls of `events` with their known fields only, and refuses all other calls.
-    `events` maps the number of each event to how many inputs it has."""
+    """ASGI middleware: passes calls of `events` with their known fields only, and refuses all other requests
+    for `PATH`. `events` maps the number of each event to how many inputs it has."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH:
@@ -37,7 +37,8 @@ def check_calls(app: ASGIApp, events: Mapping[int, int]) -> ASGIApp:
         try:
             body = _checked(dict(scope["headers"]), await read_body(receive, MAX_BODY), events)
         except HTTPException as refusal:
-            return await PlainTextResponse(refusal.detail, refusal.status_code)(scope, receive, send)
+            text = PlainTextResponse(refusal.detail, refusal.status_code, refusal.headers)
+            return await text(scope, receive, send)
         return await app(scope, replay(body, receive), send)
 
     return answer

@@ -22,7 +22,7 @@ from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport, R
 from delta_weight_sync.runlog import Event as LogEvent
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.store import SMALL, Bucket, Listing, ObjectInfo
-from delta_weight_sync.util import size_text, time_text
+from delta_weight_sync.util import Guard, size_text, time_text
 from inference_space.dashboard.state import Progress, RunState, Start
 from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
 
@@ -98,6 +98,7 @@ class RunCache:
         # come from its report and, later, from the log.
         self._own_commits: deque[tuple[int, int]] = deque(maxlen=_OWN_COMMITS)
         self._asked = Event()
+        self._guard = Guard("a refresh of the dashboard")
         Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
 
     def view(self) -> RunView:
@@ -108,7 +109,8 @@ class RunCache:
     def _loop(self) -> None:
         while True:
             self._asked.clear()
-            self._refresh()
+            with self._guard:
+                self._refresh()
             self._pause(Event(), EVERY_S)  # nothing sets this event, so the pause takes `EVERY_S`
             if not self._asked.is_set():
                 self._pause(self._asked, IDLE_S)
@@ -126,7 +128,7 @@ class RunCache:
                 self.state.add(commit for commit in report.commits if self._is_new(commit))
         except errors.DeltaWeightSyncError as error:
             problem = str(error)
-        except Exception as error:  # noqa: BLE001 - the thread must survive, and viewers must see the reason
+        except Exception as error:  # noqa: BLE001 - viewers must see the reason
             problem = f"The bucket could not be read: {type(error).__name__}: {error}"
         was, info, progress = self._view, self._info, self._view.progress
         basis = (self.state, self.state.events, dict(self.state.digests), own)
@@ -230,7 +232,8 @@ Answer = TypeVar("Answer")
 
 @dataclass(eq=False)
 class AnswerCache(Generic[Question, Answer]):
-    """Computes each answer once, and keeps the most recently used answers. One thread computes at a time.
+    """Computes each answer once, and keeps the most recently used answers. One thread computes at a time;
+    meanwhile, kept answers are still given.
 
     The kept answers' sizes, which `weigh` returns, sum to at most `room`; the newest answer is always kept. A
     `ProtocolError` or `CodecError` is kept, too, and raised again for `FAILED_S` seconds without a new try.
@@ -242,25 +245,44 @@ class AnswerCache(Generic[Question, Answer]):
     clock: Clock = time.monotonic
     # By question: answer or error, its weight, and the time at which the question is answered again.
     _kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = field(default_factory=OrderedDict)
-    _lock: Lock = field(default_factory=Lock)
+    _lock: Lock = field(default_factory=Lock)  # held while `_kept` is used
+    _working: Lock = field(default_factory=Lock)  # held while an answer is computed
 
     def __call__(self, question: Question) -> Answer:
+        answer = self._find(question)
+        if answer is None:
+            with self._working:
+                answer = self._find(question)  # another thread may have computed it meanwhile
+                if answer is None:
+                    answer = self._compute(question)
+        if isinstance(answer, Exception):
+            raise type(answer)(*answer.args)  # a kept error holds no frames, and so no data
+        return answer
+
+    def _find(self, question: Question) -> Answer | Exception | None:
         with self._lock:
-            if question not in self._kept or self._kept[question][2] < self.clock():
-                try:
-                    found = self.work(question)
-                    self._kept[question] = found, self.weigh(found), math.inf
-                except (errors.ProtocolError, errors.CodecError) as error:
-                    until = self.clock() + FAILED_S
-                    # The weight lets at most 1,024 errors fit, whatever `weigh` counts.
-                    self._kept[question] = type(error)(*error.args), self.room / 1024, until
+            answer, _, until = self._kept.get(question, (None, 0.0, -math.inf))
+            if answer is None or until < self.clock():
+                return None
             self._kept.move_to_end(question)
-            answer, *_ = self._kept[question]
+            return answer
+
+    def _compute(self, question: Question) -> Answer | Exception:
+        answer: Answer | Exception
+        until = math.inf
+        try:
+            answer = self.work(question)
+            weight: float = self.weigh(answer)
+        except (errors.ProtocolError, errors.CodecError) as error:
+            answer = type(error)(*error.args)
+            weight = self.room / 1024  # lets at most 1,024 errors fit, whatever `weigh` counts
+            until = self.clock() + FAILED_S
+        with self._lock:
+            self._kept[question] = answer, weight, until
+            self._kept.move_to_end(question)
             while len(self._kept) > 1 and sum(weight for _, weight, _ in self._kept.values()) > self.room:
                 self._kept.popitem(last=False)
-            if isinstance(answer, Exception):
-                raise type(answer)(*answer.args)  # a kept error holds no frames, and so no data
-            return answer
+        return answer
 
 
 class Download:
@@ -373,15 +395,16 @@ class _Budget:
         self._per_second, self._clock = size / WINDOW_S, clock
         self._paid_until = clock()  # the moment at which the growth will have paid for all that was spent
 
-    def spend(self, cost: float) -> float:
-        """Spend `cost`, which must be at most `size`, and return 0. If the budget is too small, spend
-        nothing, and return the seconds until it is large enough."""
-        now = self._clock()
-        until = max(now, self._paid_until) + cost / self._per_second
-        if until > now + WINDOW_S:
-            return until - now - WINDOW_S
-        self._paid_until = until
-        return 0.0
+    def wait_s(self, cost: float) -> float:
+        """Seconds until the budget has `cost`, which must be at most `size`; 0 if it has."""
+        return max(0.0, self._paid_after(cost) - self._clock() - WINDOW_S)
+
+    def spend(self, cost: float) -> None:
+        """Spend `cost`, for which the budget must be large enough."""
+        self._paid_until = self._paid_after(cost)
+
+    def _paid_after(self, cost: float) -> float:
+        return max(self._clock(), self._paid_until) + cost / self._per_second
 
 
 class RateLimitedBucket:
@@ -419,9 +442,14 @@ class RateLimitedBucket:
 
     def _spend(self, size: int = 0, calls: int = 1) -> None:
         with self._lock:
-            used, wait_s = f"{CALLS} reads", self._calls.spend(calls)
+            used = f"{CALLS} reads"
+            wait_s = self._calls.wait_s(calls)
             if not wait_s:
-                used, wait_s = size_text(BYTES), self._bytes.spend(size)
+                used = size_text(BYTES)
+                wait_s = self._bytes.wait_s(size)
+            if not wait_s:
+                self._calls.spend(calls)
+                self._bytes.spend(size)
         if wait_s:
             problem = f"visitors have used up the {used} that they share in {WINDOW_S / 60:.0f} minutes"
             fix = f"try again in {max(wait_s, 1):.0f} s, or read the bucket with your own token"

@@ -9,12 +9,17 @@ from torch.distributed import all_to_all_single
 
 
 def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
-    """Send `outgoing[i]` (a numpy array) to process i of a torch group. Returns the received arrays, joined.
+    """Send `outgoing[i]` (a numpy array) to process i of a gloo group. Returns the received arrays, joined.
 
     `sizes[i]` is the length of the array that process i sends to this one. All arrays have the same dtype.
     """
-    sent, sent_bytes = np.concatenate(outgoing), [each.nbytes for each in outgoing]
-    received, received_bytes = np.empty(sum(sizes), sent.dtype), [size * sent.itemsize for size in sizes]
-    target, source = (torch.from_numpy(array.view(np.uint8)) for array in (received, sent))
-    all_to_all_single(target, source, received_bytes, sent_bytes, group=group)
+    sent = np.concatenate(outgoing)
+    received = np.empty(sum(sizes), sent.dtype)
+    all_to_all_single(
+        torch.from_numpy(received.view(np.uint8)),
+        torch.from_numpy(sent.view(np.uint8)),
+        [size * sent.itemsize for size in sizes],
+        [each.nbytes for each in outgoing],
+        group=group,
+    )
     return received

@@ -12,7 +12,7 @@ from delta_weight_sync.scratch import Scratch
 
 class Versions:
     """The versions that `verify` checks. All manifests together could fill the memory, so all but the newest
-    and the oldest are read a second time when they are needed.
+    are read again when they are needed.
 
     Attributes:
         newest: The manifest of the newest version.
@@ -124,4 +124,5 @@ def _require_no_gap_below(reader: RunReader, oldest: Manifest) -> None:
     infos = {info.key: info for info in reader.bucket.list(reader.keys.folder)}
     if below := reader.below_gap(oldest, oldest.version, infos):
         gap = f"the manifest of version {oldest.version - 1} is missing, but version {below.version} is there"
-        raise ProtocolError(f"{gap}: the manifest was lost, or a `gc` was interrupted")
+        why = "the manifest was lost, or a `gc` was interrupted"
+        raise ProtocolError(f"{gap}: {why}; use versions from {oldest.version} on, or run `gc` to the end")

@@ -205,9 +205,9 @@ def test_versions_go_on_past_every_boundary(tmp_path: Path, boundary: int) -> No
     assert newest.version == boundary + 11
     for held in (None, boundary - 1, boundary, boundary + 1):
         assert newest.recipe(held).deltas
-    assert peak_mb("verify", url)
+    peak_mb("verify", url)  # raises if the command fails
     assert [event.version for event in sync_events(reader)][-51:] == list(range(boundary - 39, boundary + 12))
-    assert peak_mb("checkout", url, "--version", boundary, "--out", tmp_path / "out")
+    peak_mb("checkout", url, "--version", boundary, "--out", tmp_path / "out")
 
 
 def sync_events(reader: RunReader) -> Iterator[SyncEvent]:

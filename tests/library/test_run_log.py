@@ -200,9 +200,8 @@ def test_a_large_model_pays_for_all_its_rollouts(bucket: Bucket) -> None:
         log.append(step(number, rollouts=rollouts))
         ride(log, bucket)
     log.close()
-    assert all(
-        len(event.rollouts) == 8 for event in RunLogReader(bucket, "r").poll() if isinstance(event, StepEvent)
-    )
+    events = RunLogReader(bucket, "r").poll()
+    assert [len(event.rollouts) for event in events if isinstance(event, StepEvent)] == [8] * 20
 
 
 def test_an_event_that_cannot_be_written_is_left_out_and_said_once(
@@ -284,7 +283,6 @@ def test_a_damaged_segment_hides_no_flush_that_is_left(bucket: Bucket) -> None:
             assert len([*reader.poll()]) == 5
     bucket.put(log._keys.log_part(LogKey(FIRST, 0, 7)), b"damaged")
     for _ in range(2):
-        log.append(step(9))
         assert [event.t for event in reader.poll()] == [5, 6, 7, 8]
         reader._seen[FIRST] = 5, 0
     assert steps(bucket)[-1] == 8

@@ -180,9 +180,10 @@ def ask(url: str, prompt: list[int], max_tokens: int) -> Answer:
     content = answer.raise_for_status().json()
     (choice,) = content["choices"]
     made_by = json.loads(answer.headers["x-policy-versions"])
-    spans = [
-        (entry["weights"]["version"], *place[1:]) for entry in made_by for place in entry.get("tokens", ())
-    ]
+    spans = []
+    for entry in made_by:
+        version = entry["weights"]["version"] if entry["weights"] else -1  # -1: they were never published
+        spans += [(version, *place[1:]) for place in entry.get("tokens", ())]
     return Answer(
         tokens=choice["token_ids"],
         logprobs=choice["logprobs"]["token_logprobs"],

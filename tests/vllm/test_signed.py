@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_weight_sync.checkout import follow
+from delta_weight_sync import Run, follow
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import SignatureError
@@ -96,7 +96,7 @@ def refuses(follower: Follower, *words: str) -> None:
     """All of the words are in the status's error, and what is served is served on."""
     soon(
         lambda: all(word in (follower.report(0).status.error or "") for word in words),
-        f"{words}: {follower.report(0).status}",
+        lambda: f"{words}: {follower.report(0).status}",
     )
     status = follower.report(0).status
     assert (status.state, status.version, status.signed_by) == ("serving", NEWEST, OURS)
@@ -310,12 +310,12 @@ def test_a_reader_with_the_wrong_key_says_so_and_does_not_read_the_whole_run(buc
 
 def test_a_followed_folder_reports_what_it_skips(bucket, run, thief, tmp_path) -> None:
     thief.put(thief.keys.head(CLAIM), thief.version(THEIRS.sign, CLAIM))
-    reader = RunReader(bucket, "signed", PublicKeys(PAIR[PUBLIC_KEY]))
+    signed = Run(bucket.url, "signed", public_key=PAIR[PUBLIC_KEY])
 
     def complain(error: Exception) -> None:
         raise InterruptedError(str(error))  # ends the watch
 
-    with follow(reader, tmp_path / "folder", on_error=complain) as versions:
+    with follow(signed, tmp_path / "folder", on_error=complain) as versions:
         assert next(versions).version == NEWEST
         with pytest.raises(InterruptedError, match=f"{thief.keys.head(CLAIM)} was not signed by {OURS}"):
             next(versions)

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ from trainer.deploy.hub import explained
 
 _GB = 10**9
 _CLOCK_LIMIT_S = 30.0  # lags in the run's log are computed from the clocks of two machines
-_DISK_BYTES = 4.4  # per weight: the bf16 download, a bf16 anchor before its upload, and a margin
+# Bytes per weight, with a margin.
+_CACHE_BYTES = 2.2  # in HF_HOME: the bf16 download
+_SCRATCH_BYTES = 16.0  # in TMPDIR: a state (12), an anchor (2), and what jumps are made from (0.6)
 _REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20,000 tokens of Qwen3-1.7B
 _VLLM_SHARE = 0.92  # of a GPU's memory, vLLM's default
 
@@ -128,7 +131,9 @@ def _licence(setup: Setup) -> str:
 
 def _clock(setup: Setup) -> str:
     with explained("asking the Hub for the time"):
-        date = get_session().head(setup.api.endpoint).headers["date"]
+        date = get_session().head(setup.api.endpoint).headers.get("date")
+    if not date:
+        raise DeployError(f"{setup.api.endpoint} does not say the time: look for a proxy that hides it")
     skew = time.time() - parsedate_to_datetime(date).timestamp()
     if abs(skew) > _CLOCK_LIMIT_S:
         relation = "ahead of" if skew > 0 else "behind"
@@ -141,8 +146,12 @@ def _signatures(setup: Setup) -> str:
     file = keys.signing_file(setup.owner, setup.name)
     in_environment, _ = signing.keys_in(os.environ)
     in_file = keys.read_signing_keys(setup.owner, setup.name)
-    signer = in_environment.public if in_environment else in_file and in_file[0]  # a public key
-    replicas = [space for space in setup.spaces.result() if "-replica-" in space.repo_id]
+    signer = in_file[0] if in_file else ""  # a public key
+    if in_environment:
+        signer = in_environment.public
+    replicas = [space for space in setup.spaces.result() if space.is_replica]
+    if not replicas:
+        return "there is no replica yet; `up` makes them check signatures"
     trusted = {space.repo_id: space.variables.get(signing.PUBLIC_KEY) for space in replicas}
     if not any(trusted.values()):
         return "no replica checks signatures; `up` without --unsigned changes that"
@@ -162,15 +171,23 @@ def _versions(setup: Setup) -> str:
 
 
 def _disk(setup: Setup) -> str:
-    bytes_needed = _DISK_BYTES * setup.weights.result()
-    need = f"{setup.model} needs {bytes_needed / _GB:.1f} GB"
-    for folder, variable in ((Path(HF_HOME), "HF_HOME"), (Path(tempfile.gettempdir()), "TMPDIR")):
+    weights = setup.weights.result()
+    download = 0 if Path(setup.model).is_dir() else _CACHE_BYTES * weights
+    folders = (
+        (Path(HF_HOME), "HF_HOME", download),
+        (Path(tempfile.gettempdir()), "TMPDIR", _SCRATCH_BYTES * weights),
+    )
+    needed = defaultdict[int, float](float)  # by disk: both folders may be on one
+    for folder, variable, size in folders:
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        needed[existing.stat().st_dev] += size
+        need = needed[existing.stat().st_dev]
         free = shutil.disk_usage(existing).free
-        if free < bytes_needed:
+        if free < need:
             fix = f"free some space, or set {variable} to a folder on a larger disk"
-            raise DeployError(f"{existing} has {free / _GB:.1f} GB free, but {need}: {fix}")
-    return f"{need}, and there is enough space"
+            problem = f"{existing} has {free / _GB:.1f} GB free, but {setup.model} needs {need / _GB:.1f} GB"
+            raise DeployError(f"{problem}: {fix}")
+    return f"{setup.model} needs {sum(needed.values()) / _GB:.1f} GB, and there is enough space"
 
 
 def _replica_gpu(setup: Setup) -> str:

@@ -162,6 +162,10 @@ class Space:
     def is_page(self) -> bool:
         return self.repo_id.endswith(PAGE)
 
+    @property
+    def is_replica(self) -> bool:
+        return re.search(r"-replica-\d+$", self.repo_id) is not None
+
 
 def spaces_of(api: HfApi, owner: str, name: str) -> list[Space]:
     """Return the deployment's Spaces: the environment's, the replicas', and then the static one.
@@ -320,7 +324,7 @@ def table(found: list[Space]) -> str:
         now, total = now + usd * space.billed, total + usd
         cost = f"{usd * space.billed:.2f}" if known or not space.hardware else "?"
         # A request would wake a sleeping Space.
-        if space.billed and "-replica-" in space.repo_id:
+        if space.billed and space.is_replica:
             try:
                 report = spaces.request(space.url, "GET", "/status").raise_for_status().content
                 status = ReplicaReport.model_validate_json(report).status

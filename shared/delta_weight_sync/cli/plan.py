@@ -14,6 +14,7 @@ from delta_weight_sync.records import POLL_S, STRIDES
 from delta_weight_sync.runlog import VERSION_BYTES
 from delta_weight_sync.util import count_text, size_text, time_text
 
+_STILL_MEASURED = 4 / 3  # a share this many times outside of the measured range counts as measured
 _SCALES = {"%": 1e-2, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
@@ -92,14 +93,17 @@ private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cos
     if plan.threads > 1:
         times = f"{threads[0]:.1f} to {threads[1]:.1f} times"
         text += f"\nthreads share the work evenly; two measured threads were {times} as fast as one"
-    # A share up to a third outside the measured range still counts as measured.
-    if not shares[0] / 1.34 <= asked.share <= shares[-1] * 1.34:
+    if not shares[0] / _STILL_MEASURED <= asked.share <= shares[-1] * _STILL_MEASURED:
         text += f"\nsizes at {100 * asked.share:.3g} % were not measured for trainer {asked.trainer}"
     return text.split("\n")
 
 
 def _table(plan: Plan) -> str:
-    asked, size, time, smaller = plan.question, size_text, time_text, f"{plan.full / plan.delta:.0f}"
+    asked = plan.question
+    size = size_text
+    time = time_text
+    smaller = f"{plan.full / plan.delta:.0f}"
+    exchange = ", exchange included" if plan.trainer_ranks > 1 else ""
     all_smaller = f"{plan.full / plan.sync_bytes:.0f}"
     threads, workers = _count(plan.threads, "thread"), _count(plan.replica_workers, "worker")
     slow = "replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "publisher sets"
@@ -122,7 +126,7 @@ sent altogether|{size(plan.sync_bytes)}|1/{all_smaller} of the model: what follo
 delta file|{size(plan.delta)}|{plan.per_change:.3f} B per change, 1/{smaller} of the model
 manifest and HEAD|{size(plan.manifest)}|the same at each version of a long run
 log|{size(plan.log)}|at most
-diff|{time(plan.diff_s)}|the trainer waits; {ranks}{", exchange included" * (plan.trainer_ranks > 1)}
+diff|{time(plan.diff_s)}|the trainer waits; {ranks}{exchange}
 encode|{time(plan.encode_s)}|in the background, {ranks} with {threads} each
 upload|{time(plan.upload_s)}|in the background, over {links}
 notification|{time(plan.notification_s)}|half of a poll interval; less with events or pokes

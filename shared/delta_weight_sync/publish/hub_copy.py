@@ -24,6 +24,7 @@ from delta_weight_sync.records import MAX_ASSETS, FileRef
 from delta_weight_sync.store import HubFile
 
 # Readers know the files of an older anchor by such names, and delete them.
+_MOST_FILES: Final = MAX_ASSETS // 4  # leaves room for the small files of an anchor
 _NAME: Final = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _log = logging.getLogger("delta_weight_sync")
 
@@ -51,7 +52,8 @@ class HubCopy:
                 raise _UnfitError(f"{base.name} is a folder of this machine, not a model on the Hub")
             paths = base.checkpoint.paths if base.checkpoint else []
             self._require_same_tensors(paths, version)
-            self._files = bucket.find_on_hub(base.name, base.folder.name, [path.name for path in paths])
+            revision = base.folder.name  # the cache names a snapshot's folder after its commit
+            self._files = bucket.find_on_hub(base.name, revision, [path.name for path in paths])
             return True
         return False
 
@@ -76,10 +78,11 @@ class HubCopy:
         with self._or_upload():
             for ref in refs:
                 for name, words in map_bits(folder / ref.name).items():
-                    mine = name in own
-                    if not (
-                        np.array_equal(words, bits(name)) if mine else fingerprint(words) == others[name]
-                    ):
+                    if name in own:
+                        same = np.array_equal(words, bits(name))
+                    else:
+                        same = fingerprint(words) == others[name]
+                    if not same:
                         raise _UnfitError(f"{name} has other values than in {self._base.name}")
                 if not ref.is_in(folder / ref.name):
                     raise _UnfitError(f"{folder / ref.name} is not the file that {self._base.name} has")
@@ -96,8 +99,10 @@ class HubCopy:
     def _require_same_tensors(self, paths: list[Path], version: Specs) -> None:
         """Raise unless the files have the version's tensors, in a form that all readers of anchors take."""
         name = self._base.name
-        if len(paths) > MAX_ASSETS // 4:
-            raise _UnfitError(f"{name} has its weights in {len(paths)} files, and an anchor has fewer")
+        if len(paths) > _MOST_FILES:
+            raise _UnfitError(
+                f"{name} has its weights in {len(paths)} files; at most {_MOST_FILES} are copied"
+            )
         found = dict[str, Spec]()
         for path in paths:
             if not _NAME.fullmatch(path.name):

@@ -148,10 +148,10 @@ class Publisher:
                 finite=not allow_nonfinite,
             )
             stack.enter_context(contextlib.closing(self._outbox))
+            # The thread that uploads states gets its own process group: threads must not share collectives.
+            state_peers = Peers(alone=self._peers.size == 1)
+            self._saver = StateSaver(self.reader, state_peers, self._outbox, self._writer, 60 * state_minutes)
             self._resources = stack.pop_all()
-        # The thread that uploads states gets its own process group: threads must not share collectives.
-        state_peers = Peers(alone=self._peers.size == 1)
-        self._saver = StateSaver(self.reader, state_peers, self._outbox, self._writer, 60 * state_minutes)
 
     def __repr__(self) -> str:
         version = "no version yet" if self._outbox.version is None else f"version {self._outbox.version}"
@@ -219,7 +219,8 @@ class Publisher:
         Raises:
             CheckpointError, CodecError: A tensor cannot be published exactly. The message names
                 it and the fix.
-            FencedError, AccessDeniedError: This call failed, or the background thread had failed.
+            FencedError, AccessDeniedError: Another trainer took over, or the store denied access, in this
+                call or in the background.
         """
         self.sync = self.sync + 1 if step is None else step
         first, self._begun = not self._begun, True
@@ -305,7 +306,8 @@ class Publisher:
             weights: Every tensor that training changes, under the same names as in `publish`.
             optimizer: The optimizer; its state, such as moments, is saved.
             extra: Values of your own that JSON can hold, such as the number of samples used.
-            final: Save the state even if `state_minutes` have not passed. Set this at the end of training.
+            final: Save the state even if `state_minutes` have not passed, after the upload of an earlier one.
+                Set this at the end of training.
             **others: Other objects with a state: learning rate schedule, gradient scaler.
 
         Returns:
@@ -314,7 +316,12 @@ class Publisher:
 
         Raises:
             StateError: A value cannot be saved.
+            TimeoutError: With `final`, the upload of the earlier state takes longer than ten minutes.
+            DeltaWeightSyncError: The first state could not be uploaded.
         """
+        if final:
+            with self._peers.fail_together():
+                self._saver.wait(_TIMEOUT_S)
         ready = self._saver.ready(final=final) and (not self._peers.main or self._outbox.pin())
         if not all(self._peers.exchange(ready)):
             return False
@@ -324,7 +331,7 @@ class Publisher:
         first = self.resumed_from is None and self._saver.thread is None
         self._saver.save(state, self.sync, extra)
         if first:
-            self._saver.wait(_TIMEOUT_S)
+            self._saver.wait()  # a large state takes long, and the upload ends by itself if it fails
             if self._saver.failure:
                 raise self._saver.failure
         return True

@@ -85,8 +85,8 @@ class StateSaver:
         self.thread = threading.Thread(target=self._run, args=arguments, name="state", daemon=True)
         self.thread.start()
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until no snapshot is being uploaded. Raises `TimeoutError`."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until no snapshot is being uploaded. Raises `TimeoutError` after `timeout_s`, if given."""
         if self.thread:
             self.thread.join(timeout_s)
             if self.thread.is_alive():

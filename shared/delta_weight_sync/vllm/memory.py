@@ -232,7 +232,8 @@ class Memory(ABC):
         ends = table.parts[:, 2].cumsum()
         shares = np.linspace(0, ends[-1] if ends.size else 0, SLICES + 1)
         # The rows at which slices begin, and the end. Slices have about equally many elements.
-        self._cuts, self._turn = np.append(np.searchsorted(ends, shares[:-1]), ends.size), 0
+        self._cuts = np.append(np.searchsorted(ends, shares[:-1]), ends.size)
+        self._turn = 0  # the slice that `recheck` hashes next
 
     @abstractmethod
     def read(self, parts: Rows) -> Bits:
@@ -258,11 +259,14 @@ class Memory(ABC):
 
     def recheck(self) -> None:
         """Hash the next slice of the parameters again; `known_digest` then uses the new hashes."""
-        some = slice(*self._cuts[self._turn : self._turn + 2])
+        rows = slice(*self._cuts[self._turn : self._turn + 2])
         before = self._writes
-        found = self._hash(some)
+        found = self._hash(rows)
+        # If a commit replaces `_digests` between this line and the next one, the old array is written, and no
+        # longer read.
+        digests = self._digests
         if before == self._writes and before % 2 == 0:
-            self._digests[some] = found
+            digests[rows] = found
             self._turn = (self._turn + 1) % SLICES
 
     def prepare(self, changes: Changes) -> tuple[Step, int]:

@@ -151,7 +151,16 @@ def test_a_full_disk(world: World, monkeypatch):
     has_disk(monkeypatch, 1000)
     found = problems(world)
     assert found.keys() == {"disk"}
-    assert "HF_HOME" in found["disk"]
+    assert "TMPDIR" in found["disk"], "the model is a folder, so nothing is downloaded"
+
+
+def test_a_trainer_needs_room_for_its_states(world: World, tmp_path, monkeypatch):
+    """A state has twelve bytes for each weight, and is written to the folder for temporary files first."""
+    model = checkpoint(tmp_path / "own", 10**8)
+    has_disk(monkeypatch, 1_500_000_000)
+    assert "TMPDIR" in problems(world, "--model", model)["disk"]
+    has_disk(monkeypatch, 1_700_000_000)
+    assert "disk" not in problems(world, "--model", model)
 
 
 def test_a_model_that_is_too_large_for_the_replicas(world: World, tmp_path, monkeypatch):
@@ -279,7 +288,7 @@ def test_a_damaged_key_file_is_named_and_not_shown(world: World, text: str, said
 
 def test_doctor_compares_the_keys_of_replicas_and_trainer(world: World, monkeypatch):
     unchecked = (True, "no replica checks signatures; `up` without --unsigned changes that")
-    assert doctor(world)["signatures"] == unchecked
+    assert doctor(world)["signatures"] == (True, "there is no replica yet; `up` makes them check signatures")
     world.up()
     well = f"replicas trust {fingerprint(trusted(world))}, with which this machine signs"
     assert doctor(world)["signatures"] == (True, well)
