@@ -50,7 +50,8 @@ def record(url: str, every: int) -> None:
     from delta_weight_sync.reader import open_run
     from delta_weight_sync.signing import SIGNING_KEY, SigningKey, new_pair
 
-    folder, source = WEB / "run", open_run(url)
+    folder = WEB / "run"
+    source = open_run(url)
     shutil.rmtree(folder, ignore_errors=True)
     newest = source.manifest().version
     key = new_pair()[SIGNING_KEY]
@@ -112,7 +113,8 @@ def _restore(folder: Path) -> None:
     from safetensors.numpy import load_file
 
     for path in folder.glob("runs/*/anchors/*/first.safetensors"):
-        first, low = load_file(path), load_file(path.with_name("rest.safetensors"))["low"]
+        first = load_file(path)
+        low = load_file(path.with_name("rest.safetensors"))["low"]
         exponents = np.frombuffer(zlib.decompress(first["exponents"]), np.uint8).astype(np.uint16)
         tops = (
             (first["tops"][:, None] >> np.arange(0, 8, 2) & 3).reshape(-1)[: exponents.size].astype(np.uint16)

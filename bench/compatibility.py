@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # a program that only prints the tables does not import vLLM
     from bench.followed import Report
 
 PAGE = ROOT / "docs" / "compatibility.md"
-_LIMIT_S, _LEAVE_S = 300.0, 10.0
+_LIMIT_S = 300.0
+_LEAVE_S = 10.0
 _LONG = 160  # characters of a message that a cell shows
 _RELOADS = ("`reload_weights`", "`reload_weights`, nothing packed", "`load_weights`, nothing packed")
 

@@ -42,7 +42,8 @@ def gap_codes(gaps: Index) -> Bits:
 def bitmask_zstd(change: Change) -> int:
     """Bytes of bitmask and XOR values."""
     mask = np.zeros(change.elements, np.bool_)
-    first, places = 0, {}
+    first = 0
+    places = {}
     for name, bits in change.old.items():
         places[name] = first
         first += bits.size

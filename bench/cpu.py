@@ -65,7 +65,8 @@ def _has_avx512() -> bool:
 
 def _avx2() -> Path | None:
     """The library that hides AVX-512, or None where it does not work."""
-    compiler, library = shutil.which("cc"), SCRATCH / "avx2.so"
+    compiler = shutil.which("cc")
+    library = SCRATCH / "avx2.so"
     if not compiler or "cpuid_fault" not in Path("/proc/cpuinfo").read_text():
         return None
     SCRATCH.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,9 @@ def _in_turns(policy: str, folder: Path, environment: dict[str, str]) -> dict[st
 
 def _engine(way: str, policy: str, folder: str) -> None:
     """For each line that comes in, print the tokens per CPU second of one round."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # vLLM prints, too
+    # vLLM prints, too
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     from vllm import LLM, SamplingParams
 
     llm = LLM(

@@ -23,8 +23,10 @@ from inference_space.dashboard.state import RunState
 from tests.support.browser import chromium, installed
 from tests.support.written_run import WrittenRun, long
 
-_VERSIONS, _REPLICAS = 10_000, ("replica-0", "replica-1", "replica-2")
-_REFRESHES, _VISITS = 20, 10
+_VERSIONS = 10_000
+_REPLICAS = ("replica-0", "replica-1", "replica-2")
+_REFRESHES = 20
+_VISITS = 10
 _PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? null"
 
 
@@ -52,7 +54,8 @@ def run(results: Results) -> dict[str, Any]:
 
 def _server(bucket: Bucket, written: WrittenRun) -> tuple[float, list[float]]:
     """The log's first reading, then each refresh after a new version that three replicas have taken."""
-    log, state = RunLogReader(bucket, written.keys.run), RunState()
+    log = RunLogReader(bucket, written.keys.run)
+    state = RunState()
     first = _refresh_ms(log, state) / 1e3
     writer = RunLogWriter(bucket, written.keys.run, Writer(2, "1" * 32), every_s=3600)
     measured = []

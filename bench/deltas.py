@@ -20,7 +20,9 @@ from bench.shapes import Shapes, qwen_shapes
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Patch
 
-LATE, GRID, BF16 = "fp32 master, late", "fp32 master, from bf16", "bf16 weights"
+LATE = "fp32 master, late"
+GRID = "fp32 master, from bf16"
+BF16 = "bf16 weights"
 CHUNK = 1 << 20  # elements; what a step needs of them stays in the cache
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,10 +62,13 @@ STEPS: dict[str, Step] = {LATE: late, GRID: grid, BF16: bf16}
 def smollm2(trainer: str = LATE, share: float = 0.01) -> Change:
     """A real update of SmolLM2-135M, at a learning rate that changes `share` of its weights."""
     torch.manual_seed(2)
-    weights, last, before = updates.weights(), updates.last(), updates.before_last()
+    weights = updates.weights()
+    last = updates.last()
+    before = updates.before_last()
     step = STEPS[trainer]
     lr = rate_for(share, step, _thinned(weights), Update(_thinned(last), _thinned(before)))
-    old, patches = {}, []
+    old = {}
+    patches = []
     for name in weights:
         update = Update(last[name].view(-1), before[name].view(-1))
         pair = step(weights[name].view(-1), update, lr)
@@ -75,9 +80,11 @@ def smollm2(trainer: str = LATE, share: float = 0.01) -> Change:
 def qwen(trainer: str = LATE, share: float = 0.01, shapes: Shapes | None = None) -> Change:
     """Weights N(0, 0.02) in the shapes of Qwen3-0.6B, updates drawn from real ones; `share` of it changes."""
     torch.manual_seed(3)
-    pool, step = _pool(), STEPS[trainer]
+    pool = _pool()
+    step = STEPS[trainer]
     lr = rate_for(share, step, *_drawn(pool, 4 * CHUNK))
-    old, patches = {}, []
+    old = {}
+    patches = []
     for name, shape in (shapes or qwen_shapes()).items():
         numel = math.prod(shape)
         sizes = [CHUNK] * (numel // CHUNK) + [numel % CHUNK]

@@ -35,7 +35,8 @@ _POLL_S = 0.1  # of the replica of `make demo`
 
 def run(_: Results) -> dict[str, Any]:
     """Run the demo. Return the times of its parts and its lag; print the lag that the simulator predicts."""
-    folder, port = SCRATCH / "demo", free_port()
+    folder = SCRATCH / "demo"
+    port = free_port()
     command = [sys.executable, "-m", "trainer.demo", "--minutes", f"{MINUTES}", "--folder", f"{folder}"]
     with subprocess.Popen(
         [*command, "--port", f"{port}"],
@@ -81,14 +82,17 @@ def simulate(measured: Results) -> Figures:
         commits=measured["commit_s"],
         steps=measured["step_s"],
     )
-    weights, changed, every_s = measured["weights"], measured["changed"], measured["every_s"]
+    weights = measured["weights"]
+    changed = measured["changed"]
+    every_s = measured["every_s"]
     asked = Scenario(weights, changed, 1, every_s, minutes=10, one_machine=machine, poll_s=_POLL_S)
     return Figures(Fleet(asked).run())
 
 
 def _probe(demo: subprocess.Popen[bytes], url: str) -> tuple[list[float], list[float]]:
     """The seconds of pokes, and of steps of vLLM, until the demo ends."""
-    pokes, steps = list[float](), list[float]()
+    pokes = list[float]()
+    steps = list[float]()
     with httpx.Client(base_url=url, timeout=30) as client:
         while demo.poll() is None:
             time.sleep(_EACH_S)

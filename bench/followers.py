@@ -91,7 +91,8 @@ class Following(threading.Thread):
         super().__init__(daemon=True)
         self.reader = open_run(url)
         self.held = None
-        self.watcher, self.staged = Watcher(self.reader), dict[int, float]()
+        self.watcher = Watcher(self.reader)
+        self.staged = dict[int, float]()
 
     def run(self) -> None:
         """For ever."""

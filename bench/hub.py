@@ -32,7 +32,9 @@ from tests.support.hubsim import HubSim
 
 POLICY = ROOT / "trainer" / "policies" / "wordle-tiny"
 RUN = "hf://buckets/team/bench#bench"
-SHARE, VERSIONS, WARM = 0.01, 20, 2
+SHARE = 0.01
+VERSIONS = 20
+WARM = 2
 READER = "hf_read"  # the followers' token; the publisher has another one
 LATENCIES = {0.1: VERSIONS, 0.3: 5}  # seconds, and versions with it
 WAYS = (("events", 1), ("polling", 1), ("events", 16))
@@ -93,10 +95,12 @@ def _figures(parts: Sequence[Part], count: int) -> dict[str, Any]:
 
 def in_turn(requests: Sequence[Request]) -> int:
     """The longest chain of requests of which none overlaps the next."""
-    length, reached = 0, 0.0
+    length = 0
+    reached = 0.0
     for request in sorted(requests, key=lambda request: request.end):
         if request.start >= reached:
-            length, reached = length + 1, request.end
+            length += 1
+            reached = request.end
     return length
 
 
@@ -107,7 +111,8 @@ def _versions(
     os.environ.update(hub.env(folder / "client"))
     from delta_weight_sync.publish.publisher import Publisher
 
-    rng, live = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    live = {}
     for name, bits in read_bits(POLICY):
         live[name] = torch.from_numpy(bits).view(torch.bfloat16)
     with Publisher(RUN, POLICY) as publisher:

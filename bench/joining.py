@@ -22,9 +22,15 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest
 
 POLICY = ROOT / "trainer" / "policies" / "wordle-tiny"
-VERSIONS, LEARNING_RATE = 500, 1.5e-5
-_GROUP, _PROMPT, _ANSWER = 4, 8, 8  # answers to a prompt, tokens of each
-_LARGE, _LARGE_STEPS = 1 << 24, 130  # weights of the model whose background is timed, and its versions
+VERSIONS = 500
+LEARNING_RATE = 1.5e-5
+# answers to a prompt, tokens of each
+_GROUP = 4
+_PROMPT = 8
+_ANSWER = 8
+# weights of the model whose background is timed, and its versions
+_LARGE = 1 << 24
+_LARGE_STEPS = 130
 Step = Callable[[], object]
 
 
@@ -37,7 +43,8 @@ def _join() -> dict[str, Any]:
     with _published("joining", POLICY, policy(), VERSIONS) as reader:
         history = {manifest.version: manifest for manifest in reader.versions()}
         newest = history[VERSIONS]
-        way, deltas = newest.recipe(), [history[v].deltas[-1].size for v in range(1, VERSIONS + 1)]
+        way = newest.recipe()
+        deltas = [history[v].deltas[-1].size for v in range(1, VERSIONS + 1)]
         anchor = sum(file.size for file in way.files) - sum(delta.size for delta in way.deltas)
         names = {"anchor": way.anchor.version if way.anchor else None, "files": len(way.deltas)}
         true = _difference(reader, history, newest.anchor.version, VERSIONS)
@@ -114,11 +121,13 @@ def _state(reader: RunReader, manifest: Manifest) -> dict[str, Bits]:
 
 def _old_rule(deltas: list[int], full: int) -> int:
     """The newest anchor, were there one after 128 versions or deltas as large as the model, and no jumps."""
-    anchor, chain = 0, 0
+    anchor = 0
+    chain = 0
     for version, size in enumerate(deltas, 1):
         chain += size
         if chain >= full or version - anchor >= 128:
-            anchor, chain = version, 0
+            anchor = version
+            chain = 0
     return anchor
 
 

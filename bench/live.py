@@ -25,7 +25,10 @@ from bench.results import SCRATCH, Results
 from delta_weight_sync.checkpoint import WEIGHTS, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
 
-_ROUNDS, _WINDOWS, _WINDOW_S, IN_FLIGHT = 10, 12, 5.0, 8
+_ROUNDS = 10
+_WINDOWS = 12
+_WINDOW_S = 5.0
+IN_FLIGHT = 8
 _PERIODS = {
     "none": None,
     "every 2 s": 2.0,
@@ -60,7 +63,9 @@ class Switch:
     """Takes the server from one state to the other and back, and counts versions."""
 
     def __init__(self, server: LiveServer, targets: list[Target]) -> None:
-        self.server, self._targets, self.version = server, targets, 0
+        self.server = server
+        self._targets = targets
+        self.version = 0
 
     def next(self) -> Target:
         """The state to go to now."""
@@ -79,7 +84,8 @@ def run(results: Results) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     change = deltas.smollm2()
     about = {"elements": change.elements, "changed": change.changed, "model_bytes": change.model_bytes}
-    shapes, targets = change.shapes, write(folder, change, updates.folder())
+    shapes = change.shapes
+    targets = write(folder, change, updates.folder())
     del change
     server = LiveServer(folder)
     server.start(targets[0].checkpoint)
@@ -104,17 +110,20 @@ def _measure(server: LiveServer, switch: Switch, shapes: Shapes) -> dict[str, An
 def write(folder: Path, change: Change, assets: Path) -> list[Target]:
     """The files of both states; `change` leads from the first to the second, `assets` holds the tokenizer."""
     (folder / "files").mkdir(parents=True)
-    first_digest, forth = state_digest(change.old), _files(folder / "files", "forth", change)
+    first_digest = state_digest(change.old)
+    forth = _files(folder / "files", "forth", change)
     first = _checkpoint(folder / "first", change, assets)
     back_change = change.taken()
-    second_digest, back = state_digest(back_change.old), _files(folder / "files", "back", back_change)
+    second_digest = state_digest(back_change.old)
+    back = _files(folder / "files", "back", back_change)
     second = _checkpoint(folder / "second", back_change, assets)
     back_change.taken()
     return [Target(to_hex(first_digest), *back, first), Target(to_hex(second_digest), *forth, second)]
 
 
 def _files(folder: Path, name: str, change: Change) -> tuple[Path, Path]:
-    ours, original = folder / f"{name}.safetensors", folder / f"{name}-original.safetensors"
+    ours = folder / f"{name}.safetensors"
+    original = folder / f"{name}-original.safetensors"
     ours.write_bytes(change.encode("fast"))
     original.write_bytes(write_original(change.patches, change.old.__getitem__))
     return ours, original

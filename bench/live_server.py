@@ -42,7 +42,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
-_PROMPT_TOKENS, _ANSWER_TOKENS = 32, 192
+_PROMPT_TOKENS = 32
+_ANSWER_TOKENS = 192
 
 
 class LiveServer:
@@ -153,6 +154,7 @@ class LiveServer:
 
 def throughput(server: LiveServer, seconds: float) -> float:
     """Tokens per second over a window."""
-    before, started = server.generated(), time.perf_counter()
+    before = server.generated()
+    started = time.perf_counter()
     time.sleep(seconds)
     return (server.generated() - before) / (time.perf_counter() - started)

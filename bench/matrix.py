@@ -97,7 +97,8 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
     shutil.rmtree(place, ignore_errors=True)
     python = place / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    log, report = folder / f"{place.name}.log", folder / f"{place.name}.xml"
+    log = folder / f"{place.name}.log"
+    report = folder / f"{place.name}.xml"
     with log.open("wb") as out:
         try:
             for words in (
@@ -134,11 +135,13 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
 
 def _install(name: str, wheel: Path, folder: Path) -> list[str]:
     """Install the wheel with each extra by itself; read a run with it and let the doctor look."""
-    bucket, done = folder / "bucket", dict[str, list[str]]()
+    bucket = folder / "bucket"
+    done = dict[str, list[str]]()
     if not bucket.exists():
         write_run(bucket.as_uri(), folder / "base", versions=3)
     for extra in EXTRAS:
-        place, tried = folder / name.replace(" ", "-"), extra in _HEAVY
+        place = folder / name.replace(" ", "-")
+        tried = extra in _HEAVY
         shutil.rmtree(place, ignore_errors=True)
         subprocess.run([name.lower().replace(" ", ""), "-m", "venv", str(place)], check=True)
         pip = [str(place / "bin" / "pip"), "--disable-pip-version-check", "--quiet", "install"]

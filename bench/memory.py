@@ -48,7 +48,8 @@ def measure(change: Change, encoding: Encoding) -> tuple[dict[str, int], Change]
 
     Also the change that leads back, for the next measurement.
     """
-    folder, memory = SCRATCH / "memory", Memory()
+    folder = SCRATCH / "memory"
+    memory = Memory()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")

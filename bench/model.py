@@ -118,7 +118,8 @@ class Reader:
             codec.apply(patch, self.live[patch.name])
 
     def _read(self, encoding: str) -> Iterator[Patch]:
-        path, old = SCRATCH / f"{encoding}.safetensors", self.live.__getitem__
+        path = SCRATCH / f"{encoding}.safetensors"
+        old = self.live.__getitem__
         if encoding == "original":
             return original.read(path, self._shapes, old)
         return codec.Delta(path).patches(self._shapes, old)

@@ -55,7 +55,8 @@ def publish(snapshot: Tensors, live: Iterable[tuple[str, torch.Tensor]]) -> byte
         index = (new != old).nonzero().squeeze(-1)
         values = new[index]
         old.index_copy_(0, index, values)
-        tensors[name + _INDICES], tensors[name + _VALUES] = index.to(torch.int32), values
+        tensors[name + _INDICES] = index.to(torch.int32)
+        tensors[name + _VALUES] = values
     return save(tensors)
 
 

@@ -39,7 +39,8 @@ def measure(change: Change) -> dict[str, Any]:
     from bench.modelexpress import ModelExpress
 
     print(f"  {change.model}, {change.trainer}: {change.changed / change.elements:.3%} changed", flush=True)
-    rival, model = ModelExpress(change.old), Model(change)
+    rival = ModelExpress(change.old)
+    model = Model(change)
     reader = Reader(model)
     works: dict[str, Work] = {"publish": functools.partial(rival.publish, model), "diff": model.diff}
     works |= {f"encode {way}": functools.partial(model.encode, way) for way in _LEVELS}

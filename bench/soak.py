@@ -50,7 +50,8 @@ def main() -> None:
 
 def soak(command: list[str], seconds: float, folder: Path) -> int:
     """Run it with TMPDIR below `folder`; returns how many things grew or were left."""
-    temporary, log = folder / "tmp", folder / "log"
+    temporary = folder / "tmp"
+    log = folder / "log"
     temporary.mkdir()
     with log.open("w") as out:
         program = psutil.Popen(
@@ -59,7 +60,9 @@ def soak(command: list[str], seconds: float, folder: Path) -> int:
             stdout=out,
             stderr=subprocess.STDOUT,
         )
-    looks, family, deadline = list[Look](), set[psutil.Process](), time.monotonic() + seconds
+    looks = list[Look]()
+    family = set[psutil.Process]()
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and program.poll() is None:
         looks.append(look(program, temporary, family))
         _visit(log)
@@ -109,8 +112,10 @@ def _visit(log: Path) -> None:
 
 def compare(looks: list[Look]) -> int:
     """Print medians of the second and the last quarter; returns how many grew."""
-    quarter, grown = len(looks) // 4, 0
-    before, after = looks[quarter : 2 * quarter], looks[-quarter:]
+    quarter = len(looks) // 4
+    grown = 0
+    before = looks[quarter : 2 * quarter]
+    after = looks[-quarter:]
     names = sorted({name for one in looks for name in one})
     print(f"{len(looks)} looks; second quarter -> last quarter, medians")
     for name in names:

@@ -33,7 +33,8 @@ def measure(change: Change, rounds: int) -> dict[str, Any]:
 
 
 def _bf16_rounds(model: Model, rounds: int) -> Rounds:
-    reader, snapshot = Reader(model), bf16_tensors(model.bits)
+    reader = Reader(model)
+    snapshot = bf16_tensors(model.bits)
     works = {"diff bf16": model.diff}
     works |= {f"encode {encoding}": functools.partial(model.encode, encoding) for encoding in LEVELS}
     works["publish by others bf16"] = functools.partial(model.publish_original, snapshot)

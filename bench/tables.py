@@ -17,7 +17,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def machine(results: Results) -> str:
     """One line: what it was measured on, and when."""
-    about, versions = results["machine"], results["machine"]["versions"]
+    about = results["machine"]
+    versions = results["machine"]["versions"]
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     days = sorted({section["date"] for section in results.values() if "date" in section})
     parts = f"{about['processor']}, {about['cores']} cores, {about['memory_gib']} GiB"
@@ -42,7 +43,8 @@ def size(results: Results) -> str:
 
 
 def _size_row(row: dict[str, Any]) -> list[str]:
-    per_change, limits = row["per_change"], row["limits"]
+    per_change = row["per_change"]
+    limits = row["limits"]
     return [
         f"{row['model']}, {row['trainer']}",
         f"{row['share']:.2%}",
@@ -79,7 +81,8 @@ def sync(results: Results) -> str:
 def speed(results: Results) -> str:
     """Publish and receive per encoding, against the original layout's way."""
     section = results["speed"]
-    parts, ratios = section["parts"], section["ratios"]
+    parts = section["parts"]
+    ratios = section["ratios"]
     rows = []
     for encoding in ("fast", "small", "original"):
         columns = ["diff bf16", f"encode {encoding}", f"publish {encoding} bf16", f"publish {encoding} fp32"]
@@ -141,7 +144,8 @@ def dashboard(results: Results) -> str:
 def joining(results: Results) -> str:
     """What a replica that joins at version 500 fetches, by each recipe."""
     join = results["joining"]["join"]
-    way, least = join["way"], join["least"]
+    way = join["way"]
+    least = join["least"]
     rows = [
         ("the anchor, and one file with the exact difference to it", least),
         (f"**the cheapest recipe**: anchor {way['anchor']}, {way['files']} jumps and deltas", way["bytes"]),
@@ -154,11 +158,10 @@ def joining(results: Results) -> str:
 
 def background(results: Results) -> str:
     """What the publisher's threads spend, and what the run above stored."""
-    join, measured = results["joining"]["join"], results["joining"]["background"]
-    spent, share = (
-        measured["cpu_s"],
-        f"{measured['weights'] / 1e6:.0f} M weights, {measured['share']:.2%} changed",
-    )
+    join = results["joining"]["join"]
+    measured = results["joining"]["background"]
+    spent = measured["cpu_s"]
+    share = f"{measured['weights'] / 1e6:.0f} M weights, {measured['share']:.2%} changed"
     rows = [
         [f"CPU per version, {share}: deltas alone", f"{1e3 * spent['without']:.1f} ms"],
         ["the same with jumps and anchors", f"{1e3 * spent['with']:.1f} ms"],
@@ -201,7 +204,8 @@ def _live_load(section: dict[str, Any]) -> list[list[str]]:
 
 
 def _live_memory(section: dict[str, Any]) -> list[list[str]]:
-    memory, weights = section["memory"], section["model_bytes"] >> 20
+    memory = section["memory"]
+    weights = section["model_bytes"] >> 20
     return [
         [
             "extra memory of a replica during a sync",

@@ -41,7 +41,8 @@ def added(rounds: Rounds, parts: Sequence[str]) -> list[float]:
 
 def summary(measured: Sequence[float], model_bytes: int) -> dict[str, float]:
     """Best and median seconds, and the gigabytes of bf16 model per second of both."""
-    best, median = min(measured), statistics.median(measured)
+    best = min(measured)
+    median = statistics.median(measured)
     return {
         "best_s": round(best, 4),
         "median_s": round(median, 4),

@@ -23,8 +23,12 @@ from delta_weight_sync.checkpoint import WEIGHTS
 from trainer.policies import smollm2
 
 LEARNING_RATE = 1e-5
-_STEPS, _GROUP, _TOKENS, _BLOCK = 8, 4, 16, 32
-_UPDATE, _BEFORE = "update.safetensors", "before.safetensors"
+_STEPS = 8
+_GROUP = 4
+_TOKENS = 16
+_BLOCK = 32
+_UPDATE = "update.safetensors"
+_BEFORE = "before.safetensors"
 _PROMPTS = (
     "Name three animals that can fly.",
     "Why is the sky blue?",
@@ -125,7 +129,9 @@ def loss(model: Any, tokenizer: Any, step: int) -> torch.Tensor:
 
 def _direction(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
     """AdamW's step without the learning rate, from its state."""
-    state, group = optimizer.state[parameter], optimizer.param_groups[0]
-    (beta1, beta2), step = group["betas"], float(state["step"])
+    state = optimizer.state[parameter]
+    group = optimizer.param_groups[0]
+    (beta1, beta2) = group["betas"]
+    step = float(state["step"])
     mean = state["exp_avg"] / (1 - beta1**step)
     return mean / ((state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"])

@@ -23,9 +23,13 @@ from tests.support.browser import chromium
 ROOT = Path(__file__).parents[1]
 VERSIONS = (0, 6, 12, 18)
 DRAWN = 13  # the number that the page draws in place of a random one: it chooses the word
-SIZE, WIDTH = {"width": 900, "height": 850}, 720  # pixels of the page, and of the picture
+# pixels of the page, and of the picture
+SIZE = {"width": 900, "height": 850}
+WIDTH = 720
 LIMIT = 200_000  # bytes
-LONGEST_MS, LAST_MS = 700, 3000  # of a frame in which nothing moves, and of the last one
+# of a frame in which nothing moves, and of the last one
+LONGEST_MS = 700
+LAST_MS = 3000
 
 
 class _Film:
@@ -40,7 +44,8 @@ class _Film:
         """Film until the text of `place` begins with `words`."""
         over = False
         while not over:
-            started, over = time.monotonic(), self.page.locator(place).inner_text().startswith(words)
+            started = time.monotonic()
+            over = self.page.locator(place).inner_text().startswith(words)
             picture = Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
             height = picture.height * WIDTH // picture.width
             picture = picture.resize((WIDTH, height), Image.Resampling.LANCZOS)

@@ -108,7 +108,9 @@ def _marked(block: Block, comment: str) -> Block:
     return block
 
 
-_QUICK_S, _SLOW_S, _READY_S = 600.0, 3600.0, 600.0
+_QUICK_S = 600.0
+_SLOW_S = 3600.0
+_READY_S = 600.0
 _LINES = 30  # of a failed command's output
 _PATIENCE_S = 30.0
 

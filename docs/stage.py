@@ -20,7 +20,8 @@ from trainer.demo.processes import Processes, free_port
 
 ROOT = Path(__file__).parents[1]
 OWNER = "me"
-HUB_BUCKET, S3_BUCKET = "hf://buckets/me/wordle", "s3://wordle/policies"
+HUB_BUCKET = "hf://buckets/me/wordle"
+S3_BUCKET = "s3://wordle/policies"
 _SECRET_PARTS = ("TOKEN", "SECRET", "HF_", "AWS_")
 
 
@@ -38,7 +39,8 @@ def staged(temporary: Path) -> Iterator[Stage]:
         hub.add_account(OWNER)
         hub.add_token("hf_me", user=OWNER)
         hub.add_token("hf_me_read", user=OWNER, role="read")
-        folder, home = temporary / "checkout", temporary / "home"
+        folder = temporary / "checkout"
+        home = temporary / "home"
         _copy(folder)
         home.mkdir()
         environment = _clean() | hub.env(home, "hf_me") | stack.enter_context(_s3()) | _own(folder, home)

@@ -119,7 +119,8 @@ class Metrics:
         )
 
     def count_game(self, session: Session) -> None:
-        origin, game = session.origin, session.game
+        origin = session.origin
+        game = session.game
         self._games.labels(session.outcome, origin.split, origin.via).inc()
         self._guesses.labels("invalid").inc(game.invalid)
         self._guesses.labels("repeated").inc(game.repeated)
@@ -128,13 +129,16 @@ class Metrics:
 
 def create_app(settings: Settings) -> FastAPI:
     """Build the service, with empty stores of games. Raises `SettingsError` as `Rules` does."""
-    rules, metrics = Rules(settings), Metrics()
+    rules = Rules(settings)
+    metrics = Metrics()
 
     def ended(session: Session) -> None:
         metrics.count_game(session)
         _log.info("game ended", extra={"fields": session.summary()})
 
-    ttl_s, count, more = settings.session_ttl_s, metrics.count_game, "or raise WORDLE_MAX_SESSIONS"
+    ttl_s = settings.session_ttl_s
+    count = metrics.count_game
+    more = "or raise WORDLE_MAX_SESSIONS"
     sessions = Sessions(settings.max_sessions, ttl_s, ended, fix=f"try again in a moment, {more}")
     # Visitors' games have their own stores, so they take no room from trainers' games. The log leaves
     # out visitors' games, so a client without the key cannot fill the log.
@@ -162,7 +166,8 @@ def _add_games(
     app: FastAPI, sessions: Sessions, rules: Rules, seconds: prometheus.Histogram, at: str, via: str
 ) -> None:
     """Add the routes of games. No handler awaits after reading the request, so the store needs no locks."""
-    games, settings = APIRouter(prefix=at, include_in_schema=via == "http"), rules.settings
+    games = APIRouter(prefix=at, include_in_schema=via == "http")
+    settings = rules.settings
 
     @games.post("", status_code=201, responses=refusals(400, 401, 409, 413, 422, 503))
     async def open(opening: Opening) -> Opened:
@@ -228,7 +233,8 @@ def _answer_problems(app: FastAPI) -> None:
         elif found["loc"] == ("body",):
             sentence = "The body must be a JSON object, sent as Content-Type: application/json."
         else:
-            (place, field, *_), reason = found["loc"], found["msg"].removeprefix("Value error, ")
+            (place, field, *_) = found["loc"]
+            reason = found["msg"].removeprefix("Value error, ")
             sentence = f"The {place}'s '{field}' cannot be used: {reason}."
         return problem(HTTPException(422, f"{sentence} GET /docs shows what to send."))
 

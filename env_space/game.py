@@ -20,11 +20,15 @@ MAX_STORED = 32  # a guess is cut to this many characters before it is stored: a
 MAX_SEED = 2**53  # all languages can read integers below this exactly from JSON
 HELD_OUT = 10  # one answer in this many is never used in training
 
-SOLVED, EARLY = 1.0, 0.05  # the reward for solving, and for each unused guess
+# the reward for solving, and for each unused guess
+SOLVED = 1.0
+EARLY = 0.05
 LETTERS = 0.2  # the reward if all letters of the best guess are green; a yellow earns half of a green
 GAVE_UP = 0.2  # subtracted from the reward of a game that the player gives up
 
-GREEN, YELLOW, GREY = "+", "?", "-"
+GREEN = "+"
+YELLOW = "?"
+GREY = "-"
 OPENING = "Play Wordle."
 NOT_A_WORD = "not a word"
 GAME_OVER = " game over"
@@ -157,7 +161,8 @@ class Game:
         self.solved = self.gave_up = False
         self.turns = self.invalid = self.repeated = 0  # number of guesses: all, invalid, and repeated ones
         self._closest = (0, 0)  # greens and yellows of the best guess
-        self._valid, self._settings = valid, settings
+        self._valid = valid
+        self._settings = settings
 
     @property
     def over(self) -> bool:
@@ -167,7 +172,8 @@ class Game:
         """Play one turn. Upper case counts as lower case. Raises GameError if the game is over."""
         if self.over:
             raise GameError(409, f"The game ended after turn {self.turns}; start a new one to guess again.")
-        word, self.turns = word.lower(), self.turns + 1
+        word = word.lower()
+        self.turns += 1
         invalid = self._invalid_reason(word)
         marks = "" if invalid else feedback(word, self.secret)
         first = None if invalid else next((move.turn for move in self.moves if move.word == word), None)
@@ -228,7 +234,9 @@ class Rules:
     def __init__(self, settings: Settings) -> None:
         words = answers(settings.answers, settings.length)
         trained = len(words) - len(words) // HELD_OUT
-        self.train, self.held_out, self.settings = words[:trained], words[trained:], settings
+        self.train = words[:trained]
+        self.held_out = words[trained:]
+        self.settings = settings
 
     def deal(self, seed: int, split: Split = "train") -> Game:
         """Start the game whose secret `seed` selects. Raises GameError if `split` has no words."""

@@ -88,7 +88,8 @@ class Table:
     """One connection, and the game in play on it."""
 
     def __init__(self, sessions: Sessions, rules: Rules) -> None:
-        self._sessions, self._rules = sessions, rules
+        self._sessions = sessions
+        self._rules = rules
         self._prompt = _rules_text(rules.settings.length, rules.settings.hard_mode)
         self._session: Session | None = None
         self._episode: str | None = None
@@ -139,7 +140,8 @@ class Table:
         self.leave()
         self._session = self._sessions.open(uuid4(), Origin(seed, reset.split, "ws"), game)
         self._episode = reset.episode_id or str(self._session.id)
-        self._text, self._last = f"[GAME] {self._prompt}", {}
+        self._text = f"[GAME] {self._prompt}"
+        self._last = {}
         return self._observation()
 
     def _step(self, action: Action) -> Answer:
@@ -153,14 +155,16 @@ class Table:
         return self._observation()
 
     def _state(self) -> Answer:
-        turn, reward = self._last.get("turn", 0), self._last.get("reward", 0.0)
+        turn = self._last.get("turn", 0)
+        reward = self._last.get("reward", 0.0)
         state = State(
             episode_id=self._episode, step_count=turn, turn=turn, last_reward=reward, last_info=self._last
         )
         return {"type": "state", "data": state.model_dump()}
 
     def _observation(self) -> Answer:
-        reward, done = self._last.get("reward"), self._last.get("done", False)
+        reward = self._last.get("reward")
+        done = self._last.get("done", False)
         message = Message(sender_id=-1, content=self._text, category="MESSAGE")
         seen = Observation(prompt=self._prompt, messages=[message], info=self._last, reward=reward, done=done)
         data = {"observation": seen.model_dump(exclude={"reward", "done"}), "reward": reward, "done": done}

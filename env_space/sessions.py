@@ -44,7 +44,8 @@ class Session:
 
     def summary(self) -> dict[str, Any]:
         """The game, as a line of the log."""
-        game, parts = self.game, self.game.reward_parts()
+        game = self.game
+        parts = self.game.reward_parts()
         return {
             "session": str(self.id),
             "outcome": self.outcome,

@@ -12,12 +12,15 @@ from delta_weight_sync.vllm.memory import Table, find
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 # SHARES: for each encoding, shares of changed weights. The larger a share, the more modes the encoder tries.
-SHAPE, SHARES = (256, 96), {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
+SHAPE = (256, 96)
+SHARES = {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
 
 if __name__ == "__main__":  # encode and decode deltas, find and apply their changes
-    source, transposed = Geometry(0, SHAPE, (SHAPE[1], 1)), Geometry(0, SHAPE, (1, SHAPE[0]))
+    source = Geometry(0, SHAPE, (SHAPE[1], 1))
+    transposed = Geometry(0, SHAPE, (1, SHAPE[0]))
     piece = Piece(torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.int16), source, transposed)
-    table, rng = Table({"w": Route(SHAPE, (piece,))}, {"w": (0,)}), np.random.default_rng(0)
+    table = Table({"w": Route(SHAPE, (piece,))}, {"w": (0,)})
+    rng = np.random.default_rng(0)
     old = {"w": rng.integers(0, 1 << 16, SHAPE).astype(np.uint16)}
     with tempfile.TemporaryDirectory() as folder:
         for encoding, share in ((each, share) for each in get_args(codec.Encoding) for share in SHARES[each]):

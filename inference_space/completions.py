@@ -22,7 +22,9 @@ from space_guard.guard import replay
 BYTES_PER_TOKEN = 16  # allowed per token of the context: a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes that no body may exceed, even if the context is long or not known yet
-MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings in `stop` (OpenAI's limit), characters in all of them
+# strings in `stop` (OpenAI's limit), characters in all of them
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1024
 MAX_ENTRIES = 1024  # of each field that is a list or object, except the prompt; messages; parts of messages
 MAX_VALUES = 4096  # of all messages together, however nested
 MAX_ECHOED = 1024  # tokens, or characters, of all prompts that are echoed with logprobs
@@ -213,7 +215,8 @@ class Inference:
             self._running -= wanted
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        vllm, died = self.vllm.app, False
+        vllm = self.vllm.app
+        died = False
 
         async def unless_dead(message: Message) -> None:
             """Pass vLLM's answer on, unless vLLM answers 500 because its engine has died."""

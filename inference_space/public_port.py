@@ -74,7 +74,9 @@ class SpaceFollower(Follower):
 
 def create_app(settings: Settings) -> FastAPI:
     """The complete Space as one ASGI app; the follower and vLLM live as long as the app."""
-    bucket, vllm, folder = open_bucket(settings.bucket), VllmServer(settings), Path(settings.folder)
+    bucket = open_bucket(settings.bucket)
+    vllm = VllmServer(settings)
+    folder = Path(settings.folder)
     reader = RunReader(bucket, settings.run)
     follower = SpaceFollower(reader, vllm, name=settings.name, folder=folder, poll_s=settings.poll_s)
     vllm.follower = follower

@@ -55,7 +55,8 @@ class VllmServer(Engine):
     """An `Engine` that this process starts. `app` is vLLM's ASGI app for clients; None while vLLM is down."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings, self._client = settings, None
+        self._settings = settings
+        self._client = None
         self._assets: dict[str, str] = {}
         self.app: ASGIApp | None = None
         self.context: int | None = None  # tokens of the model's context; None before the start
@@ -112,7 +113,9 @@ class VllmServer(Engine):
 
     def stop(self) -> None:
         """Stop vLLM, even if it is still starting."""
-        client, self._client, self.app = self._client, None, None
+        client = self._client
+        self._client = None
+        self.app = None
         if client is not None:
             client.shutdown()
         for child in multiprocessing.active_children():

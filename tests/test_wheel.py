@@ -22,7 +22,8 @@ INFO = f"delta_weight_sync-{delta_weight_sync.__version__}.dist-info"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, next to the sources' archive; built from a copy: setuptools leaves files there."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     left_out = shutil.ignore_patterns("*.egg-info", "__pycache__")
@@ -81,7 +82,8 @@ def test_the_changelog_begins_with_this_version():
 
 
 def test_its_metadata_says_what_each_use_needs(wheel):
-    metadata, points = Parser().parsestr(inside(wheel, "METADATA")), ConfigParser()
+    metadata = Parser().parsestr(inside(wheel, "METADATA"))
+    points = ConfigParser()
     points.read_string(inside(wheel, "entry_points.txt"))
     assert set(metadata.get_all("Provides-Extra", [])) == {"torch", "trl", "vllm", "s3", "dashboard"}
     core = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]

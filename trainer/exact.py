@@ -54,7 +54,8 @@ class PastPolicy:
             self._weights[name].copy_(weights.detach().to(torch.bfloat16))
         if views:
             self._weights = views(self._model)
-        self.log, (self.sync,) = log, log.syncs
+        self.log = log
+        (self.sync,) = log.syncs
 
     def keep_up(self) -> None:
         """If the model is at the log's oldest sync, move the model to the next sync. A publish may drop the
@@ -118,7 +119,10 @@ class ExactSamples(TrainerCallback):
     """
 
     def __init__(self, samples: Any, past: PastPolicy, trainer: Any, publisher: Publisher) -> None:
-        self._samples, self._past, self._trainer, self._publisher = samples, past, trainer, publisher
+        self._samples = samples
+        self._past = past
+        self._trainer = trainer
+        self._publisher = publisher
         self._ready: deque[TracedSample] = deque()
 
     def on_train_begin(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
@@ -148,7 +152,8 @@ class ExactSamples(TrainerCallback):
         return self._ready.popleft()
 
     def _make_exact(self, samples: Sequence[TracedSample]) -> None:
-        started, written = time.perf_counter(), self._past.written
+        started = time.perf_counter()
+        written = self._past.written
         known = [sample for sample in samples if syncs_of(sample).issubset(self._past.log.syncs)]
         engine = [sample.old_log_probs for sample in known]
         for sample in known:  # `_compute` writes to the copies, and `_compare` reads the originals
@@ -184,7 +189,8 @@ class ExactSamples(TrainerCallback):
         off = np.concatenate([s.old_log_probs - theirs for s, theirs in zip(samples, engine, strict=True)])
         off = off.astype(np.float64)
         own, one_version = (np.concatenate([*map(f, samples)]) for f in (trained, of_one_version))
-        pure, mixed = off[one_version], off[own & ~one_version]
+        pure = off[one_version]
+        mixed = off[own & ~one_version]
         if pure.size:
             self._record("exact/mismatch_mean", (np.abs(pure).sum(), pure.size))
             self._record("exact/mismatch_max", float(np.abs(pure).max()))

@@ -30,7 +30,8 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
     # Estimated bytes of a layer's activations. With checkpointing, each layer keeps only its input, `kept`.
     layer = tokens * (2 if bf16 else 4) * (8 * text.hidden_size + 4 * text.intermediate_size)
     kept = size * tokens * text.hidden_size
-    layers, checkpointing = text.num_hidden_layers, options.get("gradient_checkpointing", True)
+    layers = text.num_hidden_layers
+    checkpointing = options.get("gradient_checkpointing", True)
     needs = {
         "weights": size * count,
         "gradient": size * count,

@@ -34,7 +34,9 @@ class StepRecorder(TrainerCallback):
     """
 
     def __init__(self, log: RunLogWriter, samples: Any, rates: Rates) -> None:
-        self._log, self._samples, self._rates = log, samples, rates
+        self._log = log
+        self._samples = samples
+        self._rates = rates
         self._current: list[Any] = []  # the group that is arriving
         self._complete: list[Any] = []  # the newest complete group; empty once it is in the log
         self._group_due = 0.0
@@ -54,7 +56,8 @@ class StepRecorder(TrainerCallback):
 
     def _note(self, sample: Any) -> None:
         if self._current and self._current[0].group_id != sample.group_id:
-            self._complete, self._current = self._current, []
+            self._complete = self._current
+            self._current = []
             if self._before_first and time.monotonic() >= self._group_due:
                 self._append(0, {"sample/taken": float(self._taken)})
         self._current.append(sample)
@@ -84,7 +87,8 @@ class StepRecorder(TrainerCallback):
     def _append(self, step: int, metrics: dict[str, float]) -> None:
         group: list[Any] = []
         if time.monotonic() >= self._group_due:
-            group, self._complete = self._complete, []
+            group = self._complete
+            self._complete = []
             self._group_due = time.monotonic() + _GROUP_EVERY_S
         rollouts = [
             Rollout(turns=_turns(s.completion), reward=_number(s.metrics.get("reward")), sync=s.model_version)
@@ -127,7 +131,8 @@ class ReplicaWatch:
     """Polls and logs the status of every replica, because replicas cannot write to the bucket."""
 
     def __init__(self, fleet: Fleet, log: RunLogWriter) -> None:
-        self._fleet, self._log = fleet, log
+        self._fleet = fleet
+        self._log = log
         self._guard = Guard("the watch over the replicas")
         self._after = defaultdict[str, int](lambda: -1)  # by URL: the newest version with a logged commit
         self._last: dict[str, ReplicaEvent] = {}
@@ -189,7 +194,8 @@ class ReplicaWatch:
             own = {"source": report.status.replica, "trainer": False, "version": None}
             self._log.append(report.traffic.model_copy(update=own))
         self._after[url] = max(self._after[url], *(commit.version for commit in new), -1)
-        previous, now = self._last.get(url), report.status
+        previous = self._last.get(url)
+        now = report.status
         if previous and previous.replica != now.replica:  # before its first answer, its URL is its name
             self._remove(previous)
         self._last[url] = now

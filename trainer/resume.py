@@ -62,7 +62,9 @@ class SaveState(TrainerCallback):
     """
 
     def __init__(self, publisher: Publisher, trainer: BucketGRPOTrainer, every: int) -> None:
-        self._publisher, self._trainer, self._every = publisher, trainer, every
+        self._publisher = publisher
+        self._trainer = trainer
+        self._every = every
         self._syncs = 0  # number of syncs since the last saved state; 0 means that no state is due
         self._synced = False  # whether the weights are those of the last sync
         self._in_step = True  # whether the weights may be in the middle of a step
@@ -74,11 +76,13 @@ class SaveState(TrainerCallback):
             self._save()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._synced, self._in_step = False, True
+        self._synced = False
+        self._in_step = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.groups.trained(args.gradient_accumulation_steps)
-        self._synced, self._in_step = state.global_step % args.weight_sync_steps == 0, False
+        self._synced = state.global_step % args.weight_sync_steps == 0
+        self._in_step = False
         self._syncs += self._synced  # if TRL has made a sync after this step
         if self._syncs >= self._every:
             self._save()
@@ -108,7 +112,8 @@ class SaveState(TrainerCallback):
     def _save(self, *, final: bool = False) -> None:
         """Save the state of the last sync, unless it is saved. `final`: do not wait for `state_minutes`."""
         if self._every and self._synced and self._syncs:
-            live, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
+            live = self._trainer.callback_handler
+            extra = dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": live.lr_scheduler}
             if self._publisher.save_state(live.model, live.optimizer, **state):
                 self._syncs = 0

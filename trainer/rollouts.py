@@ -70,7 +70,8 @@ class Router:
 
         `current`: the replica of the last request ("" before the first). `failed`: whether it failed.
         """
-        clock, urls = time.monotonic(), self._fleet.urls()
+        clock = time.monotonic()
+        urls = self._fleet.urls()
         if failed:
             self._until[current] = clock + _REST_S
         if current in urls and self._until[current] <= clock:
@@ -150,7 +151,9 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     ) -> None:
         """Skips the finished prompts of `progress`. `nice`: how far to lower this process's priority."""
         os.nice(nice)
-        self._router, self._term, self._max_staleness = Router(fleet), term, max_staleness
+        self._router = Router(fleet)
+        self._term = term
+        self._max_staleness = max_staleness
         self._prompts, self._later = (progress.prompts, progress.later) if progress else (0, ())
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until the rollout is scored
         super().__init__(**kwargs)
@@ -189,7 +192,9 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         return traced
 
     async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> Any:
-        deadline, conversation, failed = time.monotonic() + spaces.WAIT_LIMIT_S, _conversation.get(), False
+        deadline = time.monotonic() + spaces.WAIT_LIMIT_S
+        conversation = _conversation.get()
+        failed = False
         while True:
             conversation.replica, wait_s = self._router.choose(conversation.replica, failed)
             await asyncio.sleep(wait_s)
@@ -215,13 +220,15 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         they were never published. Raises `ClientError` if they are of another run."""
         syncs = self._model_version_value
         if oldest and oldest["term"] == self._term:
-            foreign, last = oldest["sync"] > syncs.value + 1, sys.maxsize
+            foreign = oldest["sync"] > syncs.value + 1
+            last = sys.maxsize
         else:
             # This trainer had the weights of earlier trainers, but not if it is the first or began with
             # `--fresh`. It never had those of another run. For the syncs up to `inherited`, an earlier
             # trainer had the same weights as this trainer.
             inherits = syncs.inherited and oldest and oldest["term"] < self._term
-            foreign, last = bool(oldest) and not inherits, syncs.inherited
+            foreign = bool(oldest) and not inherits
+            last = syncs.inherited
         if foreign:
             raise aiohttp.ClientError("its weights are not of this run: set its run to this --run")
         return last
@@ -273,7 +280,8 @@ def make_worker(
 ) -> ReplicaRolloutWorker:
     """Build a rollout worker for several replicas, with TRL's options in `config`; resume `progress`.
     `term` is this trainer's term as the writer of the run."""
-    tokenizer, inflight = AutoTokenizer.from_pretrained(model), config.max_inflight_tasks
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    inflight = config.max_inflight_tasks
     if inflight < 0:  # TRL's rule: no more samples than can be trained on before they are too old
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         inflight = max(config.max_staleness, 1) * batch

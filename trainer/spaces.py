@@ -68,7 +68,8 @@ class Fleet:
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
-        self._entries, self._urls = entries, list[str]()
+        self._entries = entries
+        self._urls = list[str]()
 
     def urls(self) -> list[str]:
         """Return the replicas' URLs. If a file cannot be read or no URL is left, return the last call's URLs.
@@ -97,7 +98,8 @@ class Spaces:
     """The Spaces of one run, which may be asleep. `env_url` is empty if the task needs no environment."""
 
     def __init__(self, fleet: Fleet, env_url: str = "") -> None:
-        self._fleet, self._env_url = fleet, env_url
+        self._fleet = fleet
+        self._env_url = env_url
         self._key_accepted: set[tuple[str, Kind]] = set()
 
     @property
@@ -113,7 +115,8 @@ class Spaces:
     def wait(self, poll_s: float = 1.0) -> None:
         """Block until the environment and at least one replica are ready; print each change of their states.
         Raises `SpacesUnavailableError` if they are not ready within `WAIT_LIMIT_S`, or never will be."""
-        deadline, reported = time.monotonic() + WAIT_LIMIT_S, ""
+        deadline = time.monotonic() + WAIT_LIMIT_S
+        reported = ""
         while time.monotonic() < deadline:
             answers = [(url, kind, self._probe(url, kind)) for url, kind in self._spaces]
             ready = {kind for _, kind, answer in answers if answer.state == _READY[kind]}
@@ -156,7 +159,8 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
         if is_near(url):  # the environment's certificates count, but not its proxy
             content |= {"trust_env": False, "verify": httpx.create_ssl_context()}
         with httpx.stream(method, f"{url.rstrip('/')}{path}", timeout=10.0, **content) as answer:
-            body, known = read(answer), answer.headers.copy()
+            body = read(answer)
+            known = answer.headers.copy()
             known.pop("content-encoding", "")  # `read` has decoded the content
             return httpx.Response(answer.status_code, headers=known, content=body, request=answer.request)
     except ValueError as error:  # from `headers`

@@ -33,7 +33,9 @@ class Stop(TrainerCallback):
         self.signal = 0  # the signal that was received
         self.out_of_time = False
         self._until = time.monotonic() + 60 * minutes if minutes else math.inf
-        self._alone, self._in_step, self._deadline = alone, False, 0.0
+        self._alone = alone
+        self._in_step = False
+        self._deadline = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -86,7 +88,8 @@ class Stop(TrainerCallback):
         self._in_step = control.should_training_stop
 
     def _note(self, number: int) -> None:
-        self.signal, self._deadline = number, time.monotonic() + LIMIT_S
+        self.signal = number
+        self._deadline = time.monotonic() + LIMIT_S
         end_in(END_S, 128 + number)
 
     def _receive(self, number: int, _: object) -> None:

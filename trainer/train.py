@@ -53,7 +53,9 @@ def main() -> None:
     if config.use_cpu and not (
         torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ):
-        config.bf16, config.mixed_precision = False, "no"  # without AVX-512, bf16 takes ten times as long
+        # without AVX-512, bf16 takes ten times as long
+        config.bf16 = False
+        config.mixed_precision = "no"
     try:
         train(settings, config)
     except (DeltaWeightSyncError, SpacesUnavailableError, TimeoutError) as error:
@@ -80,7 +82,8 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             raise SystemExit(f"trainer: {problem}")
     patches.install(hooks.EVERY_RANK, hooks.REPLICAS)  # fails if this TRL lacks one of these two features
     stop = Stop(settings.minutes, alone=config.world_size == 1)
-    task, peers = make_task(settings, config), Peers()
+    task = make_task(settings, config)
+    peers = Peers()
     fleet = Fleet(settings.replicas if peers.main else [])  # the other ranks contact no Space
     spaces = Spaces(fleet, settings.env_url if peers.main else "")
     with peers.fail_together():  # an error on one rank ends all ranks

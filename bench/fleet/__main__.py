@@ -50,13 +50,17 @@ class Figures:
     """The figures of a finished simulation."""
 
     def __init__(self, fleet: Fleet) -> None:
-        asked, hub = fleet.asked, fleet.hub
-        self.fleet, self.asked, self.hours = fleet, asked, asked.minutes / 60
+        asked = fleet.asked
+        hub = fleet.hub
+        self.fleet = fleet
+        self.asked = asked
+        self.hours = asked.minutes / 60
         self.versions = len(fleet.versions)
         # Syncs in a version: more than 1 if the publisher had to merge syncs.
         self.merged = (fleet.versions[-1].sync - fleet.versions[0].sync + 1) / self.versions
         self.lag, self.p95, self.longest = spread(fleet.lags)
-        self.egress, self.stored = hub.received["replica"] / self.hours, fleet.stored / self.hours
+        self.egress = hub.received["replica"] / self.hours
+        self.stored = fleet.stored / self.hours
         self.uplink = fleet.sent / 3600 / self.hours / (asked.link * asked.machines)
         windows = 60 * asked.minutes / WINDOW_S
         kinds = [(role, quota_of(kind), count) for (role, kind), count in hub.kinds.items()]
@@ -64,12 +68,14 @@ class Figures:
             {q: sum(n for r, of, n in kinds if (r, of) == (role, q)) / windows / some for q in Limits._fields}
             for role, some in (("trainer", 1), ("replica", asked.replicas))
         )
-        first, last = int(fleet.began // WINDOW_S) + 1, int(fleet.clock.now // WINDOW_S)
+        first = int(fleet.began // WINDOW_S) + 1
+        last = int(fleet.clock.now // WINDOW_S)
         self.peak = {q: max(hub.windows[window, q] for window in range(first, last)) for q in Limits._fields}
 
     def breaks(self, limits: Limits) -> list[tuple[float, str]]:
         """Pairs: the number of replicas that reaches a limit (0: any number does), and the limit's name."""
-        asked, found = self.asked, list[tuple[float, str]]()
+        asked = self.asked
+        found = list[tuple[float, str]]()
         delta = sum(part.size for part in self.fleet.versions[-1].delta)
         if self.merged > 1.05:
             found.append((0, f"the publisher is slower than the steps: {self.merged:.1f} in a version"))
@@ -97,7 +103,8 @@ def quota_of(kind: str) -> str:
 
 def standard(name: str, account: str, one: Figures) -> dict[str, str]:
     """A column of the table of five fleets."""
-    asked, limits = one.asked, ACCOUNTS[account]
+    asked = one.asked
+    limits = ACCOUNTS[account]
     per_hour = 3600 / asked.step_s
     plan = Plan(
         Question(

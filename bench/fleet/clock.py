@@ -129,14 +129,17 @@ class Condition:
     """As `threading.Condition`: its holder may enter it again, and lets others in while it waits."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._waiting, self._entering = clock, list[_Alarm](), list[_Alarm]()
+        self._clock = clock
+        self._waiting = list[_Alarm]()
+        self._entering = list[_Alarm]()
         self._holder: object = None
         self._depth = 0
 
     def __enter__(self) -> None:
         while self._depth and self._holder is not getcurrent():
             self._clock.park(self._entering)
-        self._holder, self._depth = getcurrent(), self._depth + 1
+        self._holder = getcurrent()
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -147,7 +150,9 @@ class Condition:
         """As in `threading.Condition`."""
         end = math.inf if timeout is None else self._clock.now + timeout
         while not (result := done()) and (left := end - self._clock.now) > 0:
-            depth, self._depth = self._depth, 0  # 0: an `Event` waits without being held
+            # 0: an `Event` waits without being held
+            depth = self._depth
+            self._depth = 0
             self._clock.wake(self._entering)
             try:
                 self._clock.park(self._waiting, left)
@@ -155,7 +160,8 @@ class Condition:
                     self._clock.park(self._entering)
             finally:
                 if depth:
-                    self._holder, self._depth = getcurrent(), depth
+                    self._holder = getcurrent()
+                    self._depth = depth
         return result
 
     def notify_all(self) -> None:
@@ -264,7 +270,9 @@ class Executor:
     """As `ThreadPoolExecutor`."""
 
     def __init__(self, clock: Clock, threads: int, name: str = "") -> None:
-        self._clock, self._free, self._queue = clock, threads, deque[tuple[Future, Work]]()
+        self._clock = clock
+        self._free = threads
+        self._queue = deque[tuple[Future, Work]]()
 
     def __enter__(self) -> Executor:
         return self
@@ -301,11 +309,15 @@ class Pipe:
     """A line whose transfers share `rate` bytes per second evenly. A transfer gets at most `each` of them."""
 
     def __init__(self, clock: Clock, rate: float, each: float = math.inf) -> None:
-        self._clock, self._rate, self._each = clock, rate, each
+        self._clock = clock
+        self._rate = rate
+        self._each = each
         # `_done` is the number of bytes that an endless transfer would have got so far. A transfer ends when
         # `_done` has grown by its size. The first number in `_flows` is the value of `_done` at this end.
         self._flows: list[tuple[float, int, list[_Alarm]]] = []
-        self._done, self._at, self._order = 0.0, 0.0, itertools.count()
+        self._done = 0.0
+        self._at = 0.0
+        self._order = itertools.count()
         self._timer: _Alarm | None = None
 
     def send(self, size: float) -> None:
@@ -351,7 +363,8 @@ class Group:
     """The processes of a trainer that talk to each other. Messages take no time."""
 
     def __init__(self, clock: Clock, size: int) -> None:
-        self.size, self._clock = size, clock
+        self.size = size
+        self._clock = clock
         self._rounds: dict[int, tuple[Event, dict[int, Any]]] = {}  # by the number of the round
 
     def exchange(self, number: int, rank: int, message: Any) -> list[Any]:

@@ -37,7 +37,8 @@ class Sized(bytes):
     def of(cls, content: bytes, size: float, syncs: float = 0.0) -> Sized:
         """Make one."""
         made = cls(content)
-        made.size, made.syncs = int(size), syncs
+        made.size = int(size)
+        made.syncs = syncs
         return made
 
     def __len__(self) -> int:
@@ -84,13 +85,18 @@ class Hub:
 
     def __init__(self, clock: Clock, rng: random.Random, limits: Limits, event_s: float, lost: float) -> None:
         """An event comes within `event_s` seconds; a share `lost` of them never comes."""
-        self.clock, self.limits, self.rng, self._event_s, self._lost = clock, limits, rng, event_s, lost
+        self.clock = clock
+        self.limits = limits
+        self.rng = rng
+        self._event_s = event_s
+        self._lost = lost
         self.objects: dict[str, tuple[bytes, store.ObjectInfo]] = {}
         self.uploaded: dict[str, bytes] = {}  # not yet stored under their keys
         self.kinds = Counter[tuple[str, str]]()  # (role, request) -> how many
         self.windows = Counter[tuple[int, str]]()  # (window, quota) -> requests, also refused ones
         self.received = Counter[str]()  # role -> bytes that came from the store
-        self.refused, self.down = 0, False
+        self.refused = 0
+        self.down = False
         self.syncs = dict[str, float]()  # last part of a delta's key -> how many syncs the delta holds
         self.heads: list[tuple[str, str]] = []  # every change of a HEAD: path and etag
         self.feeds: dict[Feed, int] = {}  # how many of these changes each feed has got
@@ -105,7 +111,8 @@ class Hub:
 
     def keep(self, key: str, data: bytes) -> None:
         """Store an object. If it is a HEAD, send an event to each feed; some events are lost."""
-        size, etag = len(data), f"{self.clock.now:.9f}.{key}"
+        size = len(data)
+        etag = f"{self.clock.now:.9f}.{key}"
         if isinstance(data, Sized):
             self.syncs[key.rsplit("/", 1)[-1]] = data.syncs
         self.objects[key] = data, store.ObjectInfo(key, size, etag, self.clock.now)
@@ -142,10 +149,13 @@ class Feed(HubNotifications):
 
     def __init__(self, bucket: SimBucket, prefix: str) -> None:
         super().__init__("", "", prefix, bucket.quota)
-        self._clock, self._bucket, self.arrived = bucket.hub.clock.seconds, bucket, Event(bucket.hub.clock)
+        self._clock = bucket.hub.clock.seconds
+        self._bucket = bucket
+        self.arrived = Event(bucket.hub.clock)
 
     def _follow(self) -> float:
-        hub, bucket = self._bucket.hub, self._bucket
+        hub = self._bucket.hub
+        bucket = self._bucket
         bucket.request("GET /api/buckets/.../events", "api", tries=1)
         if not bucket.events:
             return 0.0
@@ -172,7 +182,10 @@ class SimBucket(store.Bucket):
 
     def __init__(self, hub: Hub, link: Link, role: str, events: bool = True) -> None:
         super().__init__("hf://buckets/team/fleet")
-        self.hub, self.link, self.role, self.events = hub, link, role, events
+        self.hub = hub
+        self.link = link
+        self.role = role
+        self.events = events
         self.quota = Quota(hub.clock.seconds)
         self._token_until = 0.0
         self._fetched = set[str]()
@@ -224,7 +237,8 @@ class SimBucket(store.Bucket):
 
     def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         size = sum(store.size_of(data) for _, data in objects)
-        blocks, kinds = max(1, math.ceil(size / BLOCK)), self.hub.kinds
+        blocks = max(1, math.ceil(size / BLOCK))
+        kinds = self.hub.kinds
         if self.hub.clock.now >= self._token_until:
             self.request("GET /api/buckets/.../xet-write-token", "api")
             self._token_until = self.hub.clock.now + _TOKEN_S
@@ -316,7 +330,9 @@ class FolderBucket(SimBucket):
     """The client of a folder, see `store._files.FileBucket`."""
 
     report_every_s = 1.0
-    upload, put_all, fetch_together = store.Bucket.upload, store.Bucket.put_all, store.Bucket.fetch_together
+    upload = store.Bucket.upload
+    put_all = store.Bucket.put_all
+    fetch_together = store.Bucket.fetch_together
 
     def __init__(self, hub: Hub, machine: OneMachine, role: str) -> None:
         super().__init__(hub, Link(0.0, Pipe(hub.clock, math.inf)), role)

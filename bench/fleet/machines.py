@@ -95,7 +95,8 @@ class Scenario:
 
     def changes(self, syncs: float) -> float:
         """Weights that differ after this number of syncs, interpolated between measured merges."""
-        spans, factors = np.log(list(cost.MERGED)), np.log(list(cost.MERGED.values()))
+        spans = np.log(list(cost.MERGED))
+        factors = np.log(list(cost.MERGED.values()))
         slope = (factors[-1] - factors[-2]) / (spans[-1] - spans[-2])  # beyond the longest measured merge
         far = max(math.log(max(syncs, 1e-9)) - spans[-1], 0.0)
         factor = math.exp(float(np.interp(math.log(max(syncs, 1e-9)), spans, factors)) + slope * far)
@@ -103,7 +104,8 @@ class Scenario:
 
     def delta_bytes(self, syncs: float) -> float:
         """Size of a delta over this number of syncs."""
-        share, densest = self.changes(syncs) / self.params, 0.3
+        share = self.changes(syncs) / self.params
+        densest = 0.3
         size = cost.delta_bytes(self.params, min(share, densest), "fast", "fp32") * max(share / densest, 1.0)
         return min(size, 2.0 * self.params)
 
@@ -117,7 +119,8 @@ class Many:
     """The positions or values of a patch: only their number."""
 
     def __init__(self, size: float, itemsize: int) -> None:
-        self.size, self.nbytes = int(size), int(size * itemsize)
+        self.size = int(size)
+        self.nbytes = int(size * itemsize)
 
     def __getitem__(self, _: int) -> int:
         return 0
@@ -127,7 +130,9 @@ class CountedPatch:
     """What `syncs` syncs changed in the tensor of one rank."""
 
     def __init__(self, scenario: Scenario, name: str, syncs: float) -> None:
-        self.name, self.shape, self.syncs = name, (scenario.owned,), syncs
+        self.name = name
+        self.shape = (scenario.owned,)
+        self.syncs = syncs
         changes = scenario.changes(abs(syncs)) / scenario.ranks
         self.index, self.ulps = (Many(changes, size) for size in (8, 2))
 
@@ -136,7 +141,8 @@ class CountedBits:
     """The tensor of one rank: the number of syncs that it holds."""
 
     def __init__(self, name: str, syncs: float = 0.0) -> None:
-        self.name, self.syncs = name, syncs
+        self.name = name
+        self.syncs = syncs
 
     def copy(self) -> CountedBits:
         """A copy."""
@@ -147,7 +153,8 @@ class Codec:
     """In place of `delta_weight_sync.codec` and of files with weights: takes time, computes nothing."""
 
     def __init__(self, scenario: Scenario, clock: Clock) -> None:
-        self._scenario, self._disk = scenario, dict[Path, CountedBits]()
+        self._scenario = scenario
+        self._disk = dict[Path, CountedBits]()
         self._sleep = _computing(scenario, clock)
 
     def merge(self, first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
@@ -169,9 +176,12 @@ class Codec:
         self, patches: Iterable[Any], _: object, *, base: int, version: int, encoding: Any = "fast", **__: int
     ) -> Sized:
         """As `codec.encode`."""
-        asked, name, syncs = self._scenario, "", 0.0
+        asked = self._scenario
+        name = ""
+        syncs = 0.0
         for patch in patches:  # at most one
-            name, syncs = patch.name, patch.syncs
+            name = patch.name
+            syncs = patch.syncs
         seconds = cost.encode_s(asked.params, asked.changes(syncs), encoding)
         self._sleep(seconds / asked.threads / asked.ranks)
         return Sized.of(
@@ -220,7 +230,8 @@ class CountedMirror:
 
     def __init__(self, scenario: Scenario, clock: Clock) -> None:
         self._scenario, self._sleep = scenario, _computing(scenario, clock)
-        self._bits, self.digest = CountedBits(""), 0
+        self._bits = CountedBits("")
+        self.digest = 0
 
     def add(self, name: str, *_: object) -> None:
         """As in `Mirror`."""
@@ -237,7 +248,8 @@ class CountedMirror:
 
     def search(self) -> Any:
         """As in `Mirror`: each part has changed."""
-        parts, asked = list[Any](), self._scenario
+        parts = list[Any]()
+        asked = self._scenario
 
         def found() -> Any:
             given = asked.ranks, asked.threads, asked.link
@@ -261,8 +273,11 @@ class Seat:
     """In place of `Peers`: what a rank sends to others takes no time here, but `cost.diff_s` counts it."""
 
     def __init__(self, group: Group, rank: int) -> None:
-        self.rank, self.size, self.main = rank, group.size, rank == 0
-        self._group, self._round = group, 0
+        self.rank = rank
+        self.size = group.size
+        self.main = rank == 0
+        self._group = group
+        self._round = 0
 
     def exchange(self, message: Any) -> list[Any]:
         """As in `Peers`."""
@@ -296,11 +311,15 @@ class CountedLayout:
     """In place of `vllm.disk.Layout`: fetches the same files."""
 
     def __init__(self, fleet: Fleet, read: reader.RunReader, folder: Path) -> None:
-        self._fleet, self._reader, self._folder, self._anchor = fleet, read, folder, None
+        self._fleet = fleet
+        self._reader = read
+        self._folder = folder
+        self._anchor = None
 
     def put(self, manifest: Manifest) -> tuple[Path, dict[str, list[int]], dict[str, str]]:
         """As in `Layout`."""
-        asked, sleep = self._fleet.asked, self._fleet.clock.sleep
+        asked = self._fleet.asked
+        sleep = self._fleet.clock.sleep
         if self._anchor != manifest.anchor:
             self._reader.fetch_anchor(manifest.anchor, self._folder)
             self._anchor = manifest.anchor
@@ -327,7 +346,8 @@ class CountedEngine:
     """In place of `vllm.engine.Engine`."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet, self._step_ends = fleet, 0.0
+        self._fleet = fleet
+        self._step_ends = 0.0
 
     def alive(self) -> bool:
         """As in `Engine`."""
@@ -347,7 +367,8 @@ class CountedEngine:
         return self._took(self._fleet.asked.changes(len(self._fleet.handed) - 1), decoded=False)
 
     def _took(self, changes: float, *, decoded: bool) -> Times:
-        asked, clock = self._fleet.asked, self._fleet.clock
+        asked = self._fleet.asked
+        clock = self._fleet.clock
         if machine := asked.one_machine:
             chosen = map(self._fleet.rng.choice, (machine.pokes, machine.stages, machine.commits))
             call_s, stage_s, commit_s = chosen
@@ -364,7 +385,8 @@ class CountedEngine:
         return stage_s, pause_s, pause_s, clock.now
 
     def _end_of_step(self, machine: OneMachine) -> None:
-        now, rng = self._fleet.clock.now, self._fleet.rng
+        now = self._fleet.clock.now
+        rng = self._fleet.rng
         while self._step_ends <= now:
             self._step_ends += rng.choice(machine.steps)
         self._fleet.clock.sleep(self._step_ends - now)
@@ -374,9 +396,11 @@ class Replica(follower.Follower):
     """A follower that reports what it serves to the fleet."""
 
     def __init__(self, fleet: Fleet, number: int, folder: Path) -> None:
-        asked, region = fleet.asked, number % len(fleet.pipes)
+        asked = fleet.asked
+        region = number % len(fleet.pipes)
         link = Link(asked.regions[region].latency, fleet.pipes[region], fleet.core, asked.core_s)
-        self.fleet, self.sync = fleet, -1
+        self.fleet = fleet
+        self.sync = -1
         self.since = fleet.clock.now  # when it was started, and later when it first served
         read = reader.RunReader(fleet.bucket(link, "replica"), "fleet")
         super().__init__(read, CountedEngine(fleet), name=f"{number}", folder=folder, poll_s=asked.poll_s)
@@ -403,9 +427,13 @@ class Fleet:
         self.lags = list[float]()  # one for each sync and replica
         self.joins = list[float]()  # seconds from the start of a replica until it first served
         self.versions = list[Manifest]()
-        self.began, self.sent, self.stored = math.inf, 0, 0
-        self._serving, self._served = Condition(self.clock), 0
-        self._begun, self._buckets = Event(self.clock), list[SimBucket]()
+        self.began = math.inf
+        self.sent = 0
+        self.stored = 0
+        self._serving = Condition(self.clock)
+        self._served = 0
+        self._begun = Event(self.clock)
+        self._buckets = list[SimBucket]()
         # The ranks talk in two groups: their main threads, and their publishing threads.
         self._peers, self._background = (Group(self.clock, asked.ranks) for _ in range(2))
 
@@ -429,7 +457,8 @@ class Fleet:
 
     def served(self, replica: Replica, manifest: Manifest) -> None:
         """Note that a replica serves a version."""
-        now, first = self.clock.now, replica.sync < 0
+        now = self.clock.now
+        first = replica.sync < 0
         if first:
             self._served += 1
             self._serving.notify_all()
@@ -443,14 +472,17 @@ class Fleet:
 
     def simulated(self) -> dict[Any, dict[str, Any]]:
         """What is replaced in each module: time, threads, and all code that computes with weights."""
-        clock, asked = self.clock, self.asked
-        codec, both = Codec(asked, clock), {"threading": clock.threading, "time": clock.time}
+        clock = self.clock
+        asked = self.asked
+        codec = Codec(asked, clock)
+        both = {"threading": clock.threading, "time": clock.time}
         files = {name: getattr(codec, name) for name in ("map_folder", "require_digest", "digest_change")}
         disk = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=math.inf), rmtree=shutil.rmtree)
-        mirror, layout = (
-            (lambda *_, **__: CountedMirror(asked, clock)),
-            functools.partial(CountedLayout, self),
-        )
+
+        def mirror(*_: object, **__: object) -> CountedMirror:
+            return CountedMirror(asked, clock)
+
+        layout = functools.partial(CountedLayout, self)
         ids = random.Random(self.asked.seed)
         return {
             "delta_weight_sync.store.notifications": {"threading": clock.threading},
@@ -476,7 +508,8 @@ class Fleet:
         }
 
     def _train(self) -> None:
-        asked, clock = self.asked, self.clock
+        asked = self.asked
+        clock = self.clock
         pipes = [Pipe(clock, asked.link) for _ in range(asked.machines)]
         links = (Link(asked.latency, pipes[number // cost.PER_MACHINE]) for number in range(asked.ranks))
         ranks = [Rank(number, self.bucket(link, "trainer")) for number, link in enumerate(links)]
@@ -486,7 +519,11 @@ class Fleet:
             clock.spawn(functools.partial(self._rank, rank, main_writer), rank)
 
     def _rank(self, rank: Rank, main_writer: writer.RunWriter) -> None:
-        asked, clock, own, log = self.asked, self.clock, main_writer, None  # only rank 0 gets a log
+        # only rank 0 gets a log
+        asked = self.asked
+        clock = self.clock
+        own = main_writer
+        log = None
         if rank.number:
             read = reader.RunReader(rank.bucket, "fleet")
             own = writer.PartWriter(read, main_writer.writer, main_writer.newest)
@@ -494,7 +531,8 @@ class Fleet:
             log = runlog.RunLogWriter(rank.bucket, "fleet", main_writer.writer)
             main_writer.log = log
         own.part = f".r{rank.number}" if asked.ranks > 1 else ""
-        seat, keep = Seat(self._peers, rank.number), Keep.parse(asked.keep) if asked.keep else None
+        seat = Seat(self._peers, rank.number)
+        keep = Keep.parse(asked.keep) if asked.keep else None
         publisher = outbox.Outbox(own, log, peers=seat, keep=keep)
         block = Block.whole((asked.owned,))
         row = torch.zeros(1).expand(asked.owned)
@@ -516,7 +554,8 @@ class Fleet:
 
     def _begin(self, main_writer: writer.RunWriter) -> None:
         """Start to measure."""
-        self.began, ends_s = self.clock.now, 60 * self.asked.minutes
+        self.began = self.clock.now
+        ends_s = 60 * self.asked.minutes
         self._begun.set()
         self.hub.begin()
         self.sent, self.stored = -sum(bucket.ledger.sent for bucket in self._buckets), -self.hub.stored()

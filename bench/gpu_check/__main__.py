@@ -99,7 +99,8 @@ def _limited(name: str, limit_s: float, on_host: bool) -> Iterator[str]:
     from bench.gpu_check.report import HEAD, Row
 
     yield f"\n### {name}\n\n{HEAD}"
-    started, failed = time.monotonic(), False
+    started = time.monotonic()
+    failed = False
     command = [sys.executable, "-m", "bench.gpu_check", "--section", name, *["--on-host"] * on_host]
     with tempfile.TemporaryFile("w+") as errors:
         with Popen(command, stdout=PIPE, stderr=errors, text=True, start_new_session=True) as child:

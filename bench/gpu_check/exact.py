@@ -49,7 +49,8 @@ def _committed(device: torch.device, ulps: np.ndarray) -> bool:
     element = np.flatnonzero(ulps).astype(np.int32)
     counts = np.array([0]), np.array([element.size])
     write, moved = memory.prepare(Changes(*counts, element, ulps[element]))
-    before, after = state_digest({"w": _EVERY}), state_digest({"w": _EVERY + ulps})
+    before = state_digest({"w": _EVERY})
+    after = state_digest({"w": _EVERY + ulps})
     right = memory.digest() % (1 << 64) == before and (before + moved) % (1 << 64) == after
     commit([write], Ranks(1))
     right &= bool((_host(bits) == _EVERY + ulps).all()) and memory.digest() % (1 << 64) == after

@@ -9,7 +9,8 @@ from bench.model import memory_of
 from bench.shapes import Shapes
 from delta_weight_sync.vllm.memory import Changes
 
-_FIRST, _EVERY = 7, 100
+_FIRST = 7
+_EVERY = 100
 
 
 class Replica:

@@ -21,9 +21,13 @@ from delta_weight_sync.checkpoint import read_bits
 from trainer.policies import smollm2
 
 _PROMPTS = [[1, 50, 90, 1000, 2000, 33], [70] * 12, [50, 40, 30, 20, 10, 5], [250, 17]]
-_TOKENS, _LONG, _SYNCS, _TRIES = 24, 384, 20, 8
+_TOKENS = 24
+_LONG = 384
+_SYNCS = 20
+_TRIES = 8
 _SHARE = 0.01  # of the weights that each delta changes
-_WINDOWS, _WINDOW_S = 2, 4.0
+_WINDOWS = 2
+_WINDOW_S = 4.0
 
 
 def rows(_: torch.device) -> Rows:
@@ -72,7 +76,8 @@ class _served:  # noqa: N801 - a block
     """vLLM with a checkpoint, for the length of a block."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
-        self._server, self._checkpoint = LiveServer(folder), checkpoint
+        self._server = LiveServer(folder)
+        self._checkpoint = checkpoint
 
     def __enter__(self) -> LiveServer:
         self._server.start(self._checkpoint)
@@ -126,7 +131,8 @@ def _labels(switch: live.Switch) -> Row:
 
 
 def _throughput(server: LiveServer, switch: live.Switch) -> Rows:
-    live._WINDOWS, live._WINDOW_S = _WINDOWS, _WINDOW_S
+    live._WINDOWS = _WINDOWS
+    live._WINDOW_S = _WINDOW_S
     with server.requests_in_flight(live.IN_FLIGHT):
         load = live.under_load(server, switch)
     for kind, kept in load["throughput_kept"].items():

@@ -10,7 +10,10 @@ from bench.gpu_check.report import Row, Rows, gb_s, ms
 from delta_weight_sync import Publisher
 from delta_weight_sync.publish.sharding import Peers
 
-_WIDTH, _LAYERS, _STEPS = 4096, 4, 2  # 67 million weights
+# 67 million weights
+_WIDTH = 4096
+_LAYERS = 4
+_STEPS = 2
 _SMALL = 64
 
 
@@ -22,7 +25,8 @@ def rows(device: torch.device) -> Rows:
 
 def _rows(device: torch.device, folder: Path) -> Rows:
     (folder / "config.json").write_text("{}")
-    url, width = f"{(folder / 'bucket').as_uri()}#run", _WIDTH if device.type == "cuda" else _SMALL
+    url = f"{(folder / 'bucket').as_uri()}#run"
+    width = _WIDTH if device.type == "cuda" else _SMALL
     torch.manual_seed(0)
     model, optimizer = _made(width, device)
     with Publisher(url, folder, peers=Peers(alone=True), mirror="device") as publisher:

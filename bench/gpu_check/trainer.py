@@ -23,7 +23,9 @@ from delta_weight_sync.trl import hooks, patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer
 from tests.support import tiny_policy
 
-_STEPS, _BATCH, _TOKENS = 5, 8, 200
+_STEPS = 5
+_BATCH = 8
+_TOKENS = 200
 
 
 class Samples:
@@ -47,7 +49,8 @@ class Samples:
 
 
 def _sample(number: int) -> RolloutSample:
-    numbers, asked = np.random.default_rng(number), 4
+    numbers = np.random.default_rng(number)
+    asked = 4
     answered = _TOKENS - asked
     return RolloutSample(
         prompt=[{"role": "user", "content": "?"}],
@@ -72,7 +75,8 @@ def rows(device: torch.device) -> Rows:
 
 def _rows(folder: Path, device: torch.device) -> Rows:
     tiny_policy.build(folder / "base")
-    url, handed = f"{(folder / 'bucket').as_uri()}#run", list[float]()
+    url = f"{(folder / 'bucket').as_uri()}#run"
+    handed = list[float]()
     for place in ("host", "device"):
         with Publisher(f"{url}-{place}", folder / "base", mirror=place) as publisher:
 

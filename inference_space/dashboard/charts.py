@@ -38,9 +38,13 @@ class Axis:
 
     def places(self, values: Iterable[float]) -> list[float]:
         """Map `low` to 0, `high` to 1 and the values between them; values outside are clipped."""
-        found, low, high = np.array([*values], np.float64), self.low, self.high
+        found = np.array([*values], np.float64)
+        low = self.low
+        high = self.high
         if self.log:
-            found, low, high = np.log10(np.maximum(found, low)), math.log10(low), math.log10(high)
+            found = np.log10(np.maximum(found, low))
+            low = math.log10(low)
+            high = math.log10(high)
         return [float(place) for place in np.clip((found - low) / (high - low), 0, 1)]
 
     @property
@@ -96,14 +100,16 @@ def linear(values: Iterable[float], words: Words, *, zero: bool = False, whole: 
         step = max(1, round(step))
     elif not zero:
         low = math.floor(low / step) * step
-    first, last = math.ceil(low / step), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step)
+    last = math.floor(high / step + 1e-9)
     return Axis(low, high, tuple((n * step, words(n * step)) for n in range(first, last + 1)))
 
 
 def logarithmic(values: Iterable[float], words: Words) -> Axis:
     """Return a logarithmic axis over whole decades."""
     positive = [value for value in values if value > _LEAST] or [1.0]
-    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)) + 1e-9)
+    low = math.floor(math.log10(min(positive)))
+    high = math.ceil(math.log10(max(positive)) + 1e-9)
     high = max(high, low + 1)
     ticks = (10.0**n for n in range(low, high + 1, math.ceil((high - low) / 4)))
     return Axis(10.0**low, 10.0**high, tuple((at, words(at)) for at in ticks), log=True)
@@ -139,7 +145,8 @@ def charts(run: Progress) -> dict[str, Chart]:
     def until_now(points: Series) -> Series:
         return (*points, (run.last_t, points[-1][1])) if points else ()
 
-    curves, replicas = run.curves, [(colour(at), replica) for at, replica in enumerate(run.replicas)]
+    curves = run.curves
+    replicas = [(colour(at), replica) for at, replica in enumerate(run.replicas)]
     rewards = [Mark("dots", "faint", curves["reward"]), Mark("line", "good", smooth(curves["reward"]))]
     # Later marks cover earlier ones, so the first replica comes last.
     stairs = [Mark("step", css, until_now(replica.versions)) for css, replica in reversed(replicas)]
@@ -149,8 +156,10 @@ def charts(run: Progress) -> dict[str, Chart]:
     games = [Mark("dots", "faint", curves["solved"]), *rates]
     pauses = [Mark("dots", "pause", curves["pauses"])]
     saved = _filled("delta", curves["saved"])
-    number, share = partial(linear, words="{:.2g}".format), partial(linear, words=percent, zero=True)
-    size, time = partial(logarithmic, words=size_text), partial(logarithmic, words=time_text)
+    number = partial(linear, words="{:.2g}".format)
+    share = partial(linear, words=percent, zero=True)
+    size = partial(logarithmic, words=size_text)
+    time = partial(logarithmic, words=time_text)
     return {
         "reward": fitted(rewards, _STEPS, number),
         "versions": fitted(
@@ -199,7 +208,8 @@ def _filled(css: str, points: Series) -> list[Mark]:
 
 def _range(values: Iterable[float], zero: bool) -> tuple[float, float]:
     seen = [value for value in values if math.isfinite(value)] or [0.0]
-    low, high = (0.0 if zero else min(seen)), max(seen)
+    low = 0.0 if zero else min(seen)
+    high = max(seen)
     size = max(abs(low), abs(high), _LEAST)
     if high - low > _LEAST * size:
         return low, high + (high - low) * (0.08 if zero else 0)

@@ -42,7 +42,9 @@ _OWN_COMMITS = 1024
 _PAGE = 1000  # objects that one request lists
 _DIGEST_TRIES = 10  # after this many lookups of the same missing digests, wait for a newer version
 _DIGESTS_BACK = 64  # a lookup reads at most this many manifests, from the newest version back
-_MANIFESTS, _PROOFS = 256, 4096  # answers kept in memory
+# answers kept in memory
+_MANIFESTS = 256
+_PROOFS = 4096
 _TENSORS = 200_000  # max tensors in all opened deltas in memory together; each takes about 300 bytes
 _DISK = 1_000_000_000  # bytes of objects kept for further downloads
 
@@ -116,7 +118,8 @@ class RunCache:
                 self._pause(self._asked, IDLE_S)
 
     def _refresh(self) -> None:
-        own, problem = None, None
+        own = None
+        problem = None
         try:
             after = max((version for version, _ in self._own_commits), default=-1)
             report = self._own_report(after) if self._own_report else None
@@ -130,7 +133,9 @@ class RunCache:
             problem = str(error)
         except Exception as error:  # noqa: BLE001 - viewers must see the reason
             problem = f"The bucket could not be read: {type(error).__name__}: {error}"
-        was, info, progress = self._view, self._info, self._view.progress
+        was = self._view
+        info = self._info
+        progress = self._view.progress
         basis = (self.state, self.state.events, dict(self.state.digests), own)
         if basis != self._shown:
             self._shown, progress = basis, self.state.progress(own)
@@ -168,7 +173,8 @@ class RunCache:
             if not is_own or self._is_new(event):
                 self.state.add([event])
             if not self._view.read and self.state.events % _SHOW_EVERY == 0:
-                view, read = self._view, self.state.events
+                view = self._view
+                read = self.state.events
                 self._view = replace(view, run=info.run, events_read=read, revision=view.revision + 1)
         self._learn_digests(RunReader(self._bucket, info.run), own)
 
@@ -190,7 +196,8 @@ class RunCache:
 
     def _learn_digests(self, run: RunReader, own: ReplicaEvent | None) -> None:
         """Look up the published digests of the versions that replicas serve."""
-        known, served = self.state.digests, self.state.served(own)
+        known = self.state.digests
+        served = self.state.served(own)
         self.state.digests = digests = {version: known[version] for version in served & known.keys()}
         wanted = served - digests.keys()
         asked = (wanted, self.state.seen.version)
@@ -290,7 +297,8 @@ class Download:
 
     def __init__(self, bucket: Bucket, info: ObjectInfo) -> None:
         self._folder = Scratch()
-        self.path, self.size = self._folder.path / info.key.rsplit("/", 1)[-1], info.size
+        self.path = self._folder.path / info.key.rsplit("/", 1)[-1]
+        self.size = info.size
         bucket.fetch(info.key, self.path, info.size)
 
 
@@ -298,7 +306,9 @@ class Library:
     """Reads parts of a run on demand, and caches them. `run` returns the run's name, None without a run."""
 
     def __init__(self, bucket: Bucket, run: Callable[[], str | None], clock: Clock = time.monotonic) -> None:
-        self.bucket, self._run, self._clock = bucket, run, clock
+        self.bucket = bucket
+        self._run = run
+        self._clock = clock
         self._lock = Lock()
         self._listed: tuple[float, str, Listing] = (0.0, "", [])
         self._manifests = AnswerCache[ObjectInfo, Manifest](
@@ -392,7 +402,8 @@ class _Budget:
     """An amount that grows by `size` in `WINDOW_S` seconds, up to `size`. It begins with `size`."""
 
     def __init__(self, size: float, clock: Clock) -> None:
-        self._per_second, self._clock = size / WINDOW_S, clock
+        self._per_second = size / WINDOW_S
+        self._clock = clock
         self._paid_until = clock()  # the moment at which the growth will have paid for all that was spent
 
     def wait_s(self, cost: float) -> float:
@@ -412,7 +423,9 @@ class RateLimitedBucket:
     `BYTES` bytes for `fetch`; after a quiet time, up to twice as much."""
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
-        self._bucket, self.url, self._lock = bucket, bucket.url, Lock()
+        self._bucket = bucket
+        self.url = bucket.url
+        self._lock = Lock()
         self._pages = 1  # requests that the last listing took
         self._calls = _Budget(CALLS, clock)
         self._bytes = _Budget(BYTES, clock)

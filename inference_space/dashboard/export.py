@@ -65,9 +65,13 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
     """Write the page of `web/`. If browsers cannot read the bucket, copy the run next to the page.
     Returns False if the run is too large to be copied; `folder` is then absent."""
     shutil.rmtree(folder, ignore_errors=True)
-    keys, place, copied = Keys(run), bucket.url, []
+    keys = Keys(run)
+    place = bucket.url
+    copied = []
     if not _is_public(bucket.url):
-        place, needed = "run", (keys.heads, keys.info)  # the browser does not need the log and the states
+        # the browser does not need the log and the states
+        place = "run"
+        needed = (keys.heads, keys.info)
         listed = bucket.list(keys.folder)
         copied = [one for one in listed if version_key(one.key) or one.key.startswith(needed)]
         if (size := sum(one.size for one in copied)) > MAX_COPY:
@@ -83,7 +87,8 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
             bucket.fetch(one.key, folder / "run" / one.key, MAX_COPY)
     if copied:  # the browser reads this list, because many file servers do not list folders
         (folder / "run" / "keys.json").write_text(json.dumps([one.key for one in copied]))
-    index, names = folder / "index.html", 'data-bucket="{}" data-run="{}" data-keys="{}" data-first="{}"'
+    index = folder / "index.html"
+    names = 'data-bucket="{}" data-run="{}" data-keys="{}" data-first="{}"'
     # `data-first` names a file of rounded weights, to play with until the exact weights have arrived. Only
     # the recorded run in `web/` has such a file.
     given = Markup(names).format(place, run, os.environ.get(PUBLIC_KEY, ""), "")
@@ -104,7 +109,8 @@ def _is_public(url: str) -> bool:
 
 
 def _frames(library: Library) -> dict[int, Progress]:
-    state, log = RunState(), RunLogReader(library.bucket, library.run)
+    state = RunState()
+    log = RunLogReader(library.bucket, library.run)
     state.add(log.poll())
     if log.skipped:
         print(f"{log.skipped} lines of the run's log are left out: they are not valid events")

@@ -173,7 +173,8 @@ def render(view: data.RunView) -> Markup:
 def body(run: Progress, view: data.RunView | None = None) -> Markup:
     """Render a run's figures and curves. If `view` is given, the run has no step yet: in place of the curves,
     the page shows how far the run has come (`view.start`)."""
-    (syncs, axis), drawn = timeline(run), charts(run)
+    (syncs, axis) = timeline(run)
+    drawn = charts(run)
     return render_template("run.html", run=run, charts=drawn, syncs=syncs, axis=axis, view=view)
 
 
@@ -208,7 +209,8 @@ def prerendered(app: ASGIApp, view: Callable[[], data.RunView], *, owner: bool) 
             _, page, zipped = newest
         headers = {"vary": "accept-encoding", "content-security-policy": policy}
         if "gzip" in Headers(scope=scope).get("accept-encoding", ""):
-            headers["content-encoding"], page = "gzip", zipped
+            headers["content-encoding"] = "gzip"
+            page = zipped
         return await Response(page, headers=headers, media_type="text/html")(scope, receive, send)
 
     return answer

@@ -275,7 +275,9 @@ class RunState:
 
     def _sync(self, event: SyncEvent) -> None:
         seen = self.seen
-        seen.version, seen.full_bytes, seen.done = event.version, event.full_bytes, None
+        seen.version = event.version
+        seen.full_bytes = event.full_bytes
+        seen.done = None
         self._recent.append(event)
         self._trainer.append((event.t, event.version))
         if event.version == 0 or event.anchor_bytes:
@@ -339,7 +341,8 @@ class RunState:
 
     def _shown(self, replica: Replica) -> Replica:
         """Return a replica with its curves. Its staircase begins where the trainer's staircase begins."""
-        start, lags = self._trainer[0][0], self._lags.get(replica.status.replica)
+        start = self._trainer[0][0]
+        lags = self._lags.get(replica.status.replica)
         later = (at for at, (t, _) in enumerate(replica.versions[1:]) if t > start)
         first = next(later, len(replica.versions) - 1)  # the last change up to `start`, or the oldest change
         versions = tuple((max(start, t), version) for t, version in replica.versions[first:])

@@ -27,7 +27,9 @@ MAX_DECODE = 64 << 20  # bytes; a larger part of a delta is not decoded for a pi
 MAX_NUMBERS = 1 << 23  # a part with more changes (in modes other than `gaps`: elements) is not decoded
 PAGE = 25  # objects of each kind on a page of the view Bucket
 _STAND_ALONE = {"gaps", "mask", "dense"}  # modes that decode without the old weights
-_MAX_CELLS, _MAX_REST = 20_000, 200  # limits: cells of the heat map, tensors outside of the map
+# limits: cells of the heat map, tensors outside of the map
+_MAX_CELLS = 20_000
+_MAX_REST = 200
 MAX_TENSORS = 2000  # tensors of an opened delta that the page lists
 _MAX_KINDS = 16  # folders of a run that are listed separately; the rest is listed together
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,6})\.(.+)")
@@ -56,7 +58,9 @@ class OpenedDelta:
 def open_delta(paths: Iterable[Path]) -> OpenedDelta:
     """Read a delta from its parts. If they are small and need no old weights, decode how far weights moved.
     Raises `CodecError` if a file is not a delta, or lists too many tensors."""
-    tensors, modes, why = list[TensorRow](), list[str](), ""
+    tensors = list[TensorRow]()
+    modes = list[str]()
+    why = ""
     distances = np.zeros(2 * FAR + 1, np.int64)  # elements that moved by -FAR, ..., FAR
     for path in paths:
         if header_size(path) > MAX_TABLE:
@@ -72,7 +76,8 @@ def open_delta(paths: Iterable[Path]) -> OpenedDelta:
         elif needing := sorted(set(modes) - _STAND_ALONE):
             why = f"Only a replica has the old weights that decoding needs (mode {' and '.join(needing)})."
         if not why:
-            shapes, no_weights = {row.name: row.shape for row in rows}, dict[str, Bits]()
+            shapes = {row.name: row.shape for row in rows}
+            no_weights = dict[str, Bits]()
             for patch in delta.patches(shapes, no_weights.__getitem__):
                 moved = np.clip(patch.ulps.view(np.int16), -FAR, FAR)
                 distances += np.bincount(moved + FAR, minlength=distances.size)
@@ -106,7 +111,8 @@ def inside(delta: OpenedDelta) -> Markup:
     heat = None
     if 0 < len(kinds) * len(layers) <= _MAX_CELLS:
         shares = [cell.changes / cell.elements for (_, layer), cell in cells.items() if layer is not None]
-        low, high = min(shares), max(shares)
+        low = min(shares)
+        high = max(shares)
 
         def place(share: float) -> float:
             """Return where `share` lies between `low` and `high` on a logarithmic scale: 0 to 1."""
@@ -162,7 +168,8 @@ def listing(objects: Listing, run: str, page: int, openable: Collection[int] | N
             "download": openable is None and can_download(name),
         }
 
-    page, groups = max(0, min(page, pages - 1)), []
+    page = max(0, min(page, pages - 1))
+    groups = []
     for kind, found in kinds.items():
         newest = sorted(found, key=lambda info: info.key, reverse=True)[page * PAGE : (page + 1) * PAGE]
         if found:
@@ -221,7 +228,8 @@ def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
     facts = [asdict(found) for found in (measured, EXAMPLE) if found]
     for found in facts:  # a smaller model gets a slower link: all its weights take as long as EXAMPLE's
         found["link"] = min(LINK, LINK * found["full_bytes"] / EXAMPLE.full_bytes)
-    chance, cells = random.Random(7), range(_GRID[0] * _GRID[1])
+    chance = random.Random(7)
+    cells = range(_GRID[0] * _GRID[1])
     grid = {
         "weights": [chance.gauss(0, 0.02) for _ in cells],
         "masters": [chance.uniform(-0.5, 0.5) for _ in cells],  # offset from the bf16 value, in ULPs

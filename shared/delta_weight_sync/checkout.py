@@ -70,7 +70,9 @@ class FollowedVersions(
     """Iterates over the versions of a run, with `for` or with `async for`; see `follow`."""
 
     def __init__(self, versions: Generator[FollowedVersion, None, None], stopped: threading.Event) -> None:
-        self._versions, self._stopped, self._next_lock = versions, stopped, threading.RLock()
+        self._versions = versions
+        self._stopped = stopped
+        self._next_lock = threading.RLock()
 
     def __repr__(self) -> str:
         return f"<versions of a run, {'stopped' if self._stopped.is_set() else 'as they come'}>"
@@ -144,7 +146,8 @@ def follow(
     """
     if isinstance(run, Run) and public_key is not None:
         raise errors.ConfigError("public_key applies only to a URL: pass the key to `Run` instead")
-    stopped, complain = threading.Event(), on_error or (lambda error: _log.warning("%s", error))
+    stopped = threading.Event()
+    complain = on_error or (lambda error: _log.warning("%s", error))
 
     def versions() -> Generator[FollowedVersion, None, None]:
         reader = (run if isinstance(run, Run) else Run(run, public_key=public_key))._reader
@@ -201,7 +204,8 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
     The anchor is needed if it takes fewer bytes, a file other than the weights differs, deltas from the held
     version are missing, or the result has another digest. (The digest differs if the run was started over, or
     if another program changed the held version.)"""
-    recipe, both = reader.recipe(manifest, held.version), (held.manifest.anchor, manifest.anchor)
+    recipe = reader.recipe(manifest, held.version)
+    both = (held.manifest.anchor, manifest.anchor)
     # Both anchors must have the same file names. The deltas update the files of weights, so their hashes may
     # differ; the hashes of all other files must be the same.
     old, new = ({f.name: "" if f in a.weights else f.sha256 for f in a.files} for a in both)
@@ -235,8 +239,10 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / ".lock").exists() and any(folder.iterdir()):
             raise errors.FolderError(f"{folder} holds other files: name an empty folder, or a new one")
-        self.folder, self._reader = folder.absolute(), reader
-        self._current, self._building = self.folder / "current", self.folder / ".building"
+        self.folder = folder.absolute()
+        self._reader = reader
+        self._current = self.folder / "current"
+        self._building = self.folder / ".building"
         if self._current.is_dir() and not self._current.is_symlink():
             raise errors.FolderError(f"{self._current} is not a link that `follow` made: name another folder")
         self._lock = (folder / ".lock").open("w")

@@ -95,7 +95,9 @@ class Rate(NamedTuple):
 # From sections "speed" (596 M weights, 1 % changed) and "growth" (16 to 596 M weights, 0.1 to 30 % changed).
 DIFF: Final[dict[Trainer, Rate]] = {"fp32": Rate(0.67), "fp32-start": Rate(0.67), "bf16": Rate(0.45)}
 ENCODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.0, 12.0), "small": Rate(0.14, 30.0)}
-_DENSE, _TRIED = 1 / 8, 2.5  # above 1/8 changed, the codec tries more modes, which takes 2.5 times as long
+# above 1/8 changed, the codec tries more modes, which takes 2.5 times as long
+_DENSE = 1 / 8
+_TRIED = 2.5
 DECODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.02, 8.5), "small": Rate(0.26, 17.0)}
 DIGEST: Final = Rate(0.11)  # hash all live weights, at a join (on a CPU also once a minute in the background)
 SWAP: Final = Rate(0.0, 5.0)  # receive a change (6 bytes) from another process of the same machine
@@ -179,7 +181,9 @@ class RunFiles:
     """Deltas, jumps and anchors (checkpoints) of a run. Each version changes `share` of the weights."""
 
     def __init__(self, params: int, share: float, encoding: Encoding, trainer: Trainer) -> None:
-        self._full, densest = 2.0 * params, 0.3  # above this share, bytes per change stay the same
+        # above this share, bytes per change stay the same
+        self._full = 2.0 * params
+        densest = 0.3
         shares = {span: min(share * MERGED[span], 1.0) for span in (*reversed(STRIDES), 1)}
         self._changes = {span: params * merged for span, merged in shares.items()}
         self._sizes = {}
@@ -191,10 +195,14 @@ class RunFiles:
 
     def after_anchor(self, versions: float) -> tuple[float, float, int]:
         """Bytes, changes and files that a join fetches in addition to an anchor that is `versions` old."""
-        size, changes, files, left = 0.0, 0.0, 0, int(versions)
+        size = 0.0
+        changes = 0.0
+        files = 0
+        left = int(versions)
         for span in self._sizes:  # the longest jump first, deltas last
             count, left = divmod(left, span)
-            size, changes = size + count * self._sizes[span], changes + count * self._changes[span]
+            size += count * self._sizes[span]
+            changes += count * self._changes[span]
             files += count
         return size, changes, files
 
@@ -228,9 +236,13 @@ class Plan:
     """The prediction: sizes in bytes, `*_s` in seconds, money in US dollars. `vars(plan)` has all values."""
 
     def __init__(self, asked: Question) -> None:
-        self.question, params, link = asked, asked.params, asked.link
+        self.question = asked
+        params = asked.params
+        link = asked.link
         files = RunFiles(params, asked.share, asked.encoding, asked.trainer)
-        self.changes, self.full, self.delta = params * asked.share, 2.0 * params, files.delta
+        self.changes = params * asked.share
+        self.full = 2.0 * params
+        self.delta = files.delta
         self.per_change = self.delta / self.changes
         self.anchor_every = files.anchor_every()
         self.trainer_ranks = ranks = asked.ranks or math.ceil(TRAINER_BYTES * params / GPU_BYTES)
@@ -241,7 +253,8 @@ class Plan:
         self.threads = util.threads(asked.cores)  # threads that encode or decode
 
         # One sync.
-        changes, decode = self.changes, DECODE[asked.encoding]
+        changes = self.changes
+        decode = DECODE[asked.encoding]
         self.diff_s = diff_s(params, changes, asked.trainer, ranks, self.threads, link)
         parts = min(ranks, MAX_PARTS)
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads / parts
@@ -255,10 +268,12 @@ class Plan:
             return next((more for above, more in _FURTHER if size / parts > above), (0, 0))
 
         further, api = further_requests(self.delta)
-        self.fetches, self.notification_s = TAKING_IN_TURN + further, POLL_S / 2
+        self.fetches = TAKING_IN_TURN + further
+        self.notification_s = POLL_S / 2
 
         def taken(size: float, changed: float) -> tuple[float, float, float]:
-            wait_s, rounds = further_requests(size)[0] * asked.latency, math.ceil(parts / SIDE_BY_SIDE)
+            wait_s = further_requests(size)[0] * asked.latency
+            rounds = math.ceil(parts / SIDE_BY_SIDE)
             rounds = 1 if size / parts > DIRECT else rounds  # large parts are fetched together
             # The link must carry all parts, and rounds follow each other. The slower of these two counts.
             parts_s = max(wait_s + size / link, rounds * (wait_s + size / parts / link))
@@ -277,7 +292,8 @@ class Plan:
         # Bytes per version, on average.
         self.sync_bytes = self.delta + self.manifest + self.log + files.jumps + self.full / self.anchor_every
         stored = self.sync_bytes
-        self.anchor_s, self.link_versions_hour = self.full / links, _HOUR_S * links / stored
+        self.anchor_s = self.full / links
+        self.link_versions_hour = _HOUR_S * links / stored
         self.publisher_versions_hour = min(_HOUR_S / (self.encode_s + self.upload_s), self.link_versions_hour)
         self.replica_versions_hour = _HOUR_S / (POLL_S + taken_s)
         wanted = asked.steps_per_hour or min(self.publisher_versions_hour, self.replica_versions_hour)

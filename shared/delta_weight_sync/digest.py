@@ -76,7 +76,9 @@ def add_at(
     bits: Bits, at: Index, ulps: Bits, index: Index, first: int, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
     """Add `ulps[j]` to `bits[at[j]]`, the tensor's element `first + index[j]`. Return the digest's change."""
-    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
+    total = np.uint64(0)
+    block = _NO_BLOCK
+    factor = np.uint64(0)
     for j in range(index.size):
         i = np.uint64(first + index[j])
         if i // np.uint64(BLOCK) != block:  # neighbouring positions mostly share a block
@@ -91,7 +93,8 @@ def add_at(
 @kernel
 def _add_all(tensors: NDArray[np.uint64], index: Index, ulps: Bits, inner: NDArray[np.uint32]) -> np.uint64:
     """Change several tensors. `tensors`, uint64 [n, 3], has address, seed and number of changes of each."""
-    total, first = np.uint64(0), 0
+    total = np.uint64(0)
+    first = 0
     for t in range(tensors.shape[0]):
         places = index[first : first + np.int64(tensors[t, 2])]
         amounts = ulps[first : first + places.size]

@@ -15,7 +15,8 @@ from pathlib import Path
 # vLLM takes 240 MiB of shared memory for the workers' answers (ten chunks of 24 MiB in `MessageQueue`), and
 # NCCL takes some more. Docker's default is 64 MiB.
 _SHARED_MIB = 512
-_VARIABLE, _CUDA = "VLLM_ENABLE_CUDA_COMPATIBILITY", "/usr/local/cuda"
+_VARIABLE = "VLLM_ENABLE_CUDA_COMPATIBILITY"
+_CUDA = "/usr/local/cuda"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -48,7 +49,8 @@ def problem() -> str:
     import torch
 
     # A build for CUDA 13 runs on every driver for CUDA 13 or later.
-    cuda, driver = torch.version.cuda or "0", _driver_cuda()
+    cuda = torch.version.cuda or "0"
+    driver = _driver_cuda()
     # With this variable, vLLM's processes load newer libraries than the driver's (vllm/env_override.py).
     compatible = os.environ.get(_VARIABLE, "").strip().lower() in ("1", "true")
     if driver is None or driver // 1000 >= int(cuda.split(".")[0]) or compatible:

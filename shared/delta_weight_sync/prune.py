@@ -113,7 +113,9 @@ class Pruner:
     """
 
     def __init__(self, reader: RunReader, keep: Keep, grace_s: float = GRACE_S) -> None:
-        self._reader, self._keep, self._grace_s = reader, keep, grace_s
+        self._reader = reader
+        self._keep = keep
+        self._grace_s = grace_s
         self._read: dict[str, _Version] = {}  # by the manifest's key
 
     def survey(self, spare: Collection[str] = (), reserve: int = 0) -> Survey | None:
@@ -160,7 +162,8 @@ class Pruner:
             return sum(infos[key].size for key in keys if key in infos)
 
         kept = {*spare, *filter(lasts, infos)}
-        size, oldest = size_of(kept), newest.version
+        size = size_of(kept)
+        oldest = newest.version
         limit = self._keep.size - reserve
         for version in self._versions(newest, infos):
             whole = version.number == newest.version or is_young(version.key)  # keep all files that it names
@@ -170,7 +173,8 @@ class Pruner:
             if not must and (size + size_of(more) > limit or age > self._keep.age_s):
                 break
             kept |= more
-            size, oldest = size + size_of(more), version.number
+            size += size_of(more)
+            oldest = version.number
         self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
         doomed = [(part, infos[key]) for key in infos.keys() - kept if (part := version_key(key))]
         # Manifests are deleted first, so that an interruption leaves no manifest whose files are gone. Among

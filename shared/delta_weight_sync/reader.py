@@ -59,7 +59,8 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
     place, named = split_run(url)
     if run and named and run != named:
         raise errors.ConfigError(f"the URL names run {named!r}, and --run names {run!r}: name one")
-    bucket, run = open_bucket(place), run or named
+    bucket = open_bucket(place)
+    run = run or named
     if not run:
         run, *others = runs_in(bucket) or [""]
         if others or not run:
@@ -129,7 +130,8 @@ class RunReader:
             NoVersionError: The run has not published this version.
             ProtocolError: The version was deleted, or a record is damaged or not signed by a trusted key.
         """
-        run, newest = self.keys.run, self.newest()
+        run = self.keys.run
+        newest = self.newest()
         if newest is None:
             others = ", ".join(other for other in runs_in(self.bucket) if other != run)
             known = f"; the bucket holds {others}" if others else ""
@@ -567,7 +569,8 @@ def require_digest(state: dict[str, Bits], manifest: Manifest, expected: str = "
     """
     from delta_weight_sync.digest import state_digest, to_hex
 
-    digest, expected = to_hex(state_digest(state)), expected or manifest.digest
+    digest = to_hex(state_digest(state))
+    expected = expected or manifest.digest
     if digest != expected:
         raise errors.ProtocolError(
             f"version {manifest.version} has digest {expected}, but its files give {digest}; the run"

@@ -170,7 +170,8 @@ def _word(given: str | Path, variable: str, kind: str) -> str:
         lines = Path(given).read_text("utf-8-sig").splitlines()  # Windows may add a byte order mark
         return next(line.partition("=")[2] for line in lines if line.startswith(f"{variable}="))
     except (OSError, ValueError, StopIteration):  # do not quote what was given: it may be a secret
-        key, file = f"a key, which begins with {kind}", "a file that `delta-weight-sync keygen FILE` wrote"
+        key = f"a key, which begins with {kind}"
+        file = "a file that `delta-weight-sync keygen FILE` wrote"
         raise KeyFormatError(f"the given {variable} is neither {key}, nor {file}") from None
 
 

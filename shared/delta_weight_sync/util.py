@@ -71,7 +71,8 @@ def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 
     if threads == 1:
         yield from map(work, jobs)
         return
-    pool, running = ThreadPoolExecutor(threads), deque[Future[Result]]()
+    pool = ThreadPoolExecutor(threads)
+    running = deque[Future[Result]]()
     try:
         for job in jobs:
             running.append(pool.submit(work, job))
@@ -105,5 +106,6 @@ def time_text(seconds: float) -> str:
 def _scaled(number: float, names: tuple[str, ...]) -> str:
     step = 0
     while number >= 999.5 and step < len(names) - 1:
-        number, step = number / 1000, step + 1
+        number = number / 1000
+        step += 1
     return f"{number:.3g} {names[step]}".rstrip()

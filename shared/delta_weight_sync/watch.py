@@ -33,7 +33,8 @@ LONGEST_S = 600.0
 _LIST_EVERY = 30  # at least one look in 30 lists all HEADs; the Hub allows fewer lists than reads
 _AHEAD = 3  # together with a manifest, the next version's delta and at most 3 later deltas are fetched
 # What a look may fail at. The third is the sha256 of a manifest, whose version cannot be used.
-_STORE, _SEARCH = "the store", "the search for a version"
+_STORE = "the store"
+_SEARCH = "the search for a version"
 
 
 class Backoff:
@@ -45,7 +46,9 @@ class Backoff:
     def reset(self) -> None:
         """Forget all failures."""
         self._what: object = None
-        self._failures, self._failed, self._next = 0, 0.0, 0.0
+        self._failures = 0
+        self._failed = 0.0
+        self._next = 0.0
 
     def allows(self, what: object) -> bool:
         """Whether it is time to try `what`."""
@@ -60,7 +63,8 @@ class Backoff:
         now = monotonic()
         if what != self._what or now - self._failed > 2 * LONGEST_S:
             self._failures = 0
-        self._what, self._failed = what, now
+        self._what = what
+        self._failed = now
         self._next = now + min(FIRST_S * 2.0 ** min(self._failures, 32), LONGEST_S)
         self._failures += 1
 
@@ -73,9 +77,12 @@ class Watcher:
     """
 
     def __init__(self, reader: RunReader, poll_s: float = POLL_S, seen: Manifest | None = None) -> None:
-        self._reader, self._poll_s = reader, poll_s
+        self._reader = reader
+        self._poll_s = poll_s
         self._notifications = notifications = reader.bucket.notifications(reader.keys.heads)
-        self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
+        self.wait = notifications.wait
+        self.poke = notifications.poke
+        self.close = notifications.close
         self._backoff = Backoff()
         self._trying = _STORE  # what the look under way may fail at
         self._searched = False  # whether the look under way searched for a version around damaged HEADs
@@ -150,7 +157,9 @@ class Watcher:
         If a valid version is found, damaged records are not an error; `problem` names them. Otherwise raises
         `ProtocolError`, or `NoVersionError` if there is no version yet.
         """
-        self._trying, self._searched, before = _STORE, False, self._etags
+        self._trying = _STORE
+        self._searched = False
+        before = self._etags
         listed = self._look(why)
         self._trying = _SEARCH
         if self._etags != before:
@@ -169,7 +178,8 @@ class Watcher:
     def _look(self, why: Why) -> bool:
         """Read the etags of the HEADs. If they have changed, also begin to read what is probably new. True if
         all HEADs were listed, False if only the known HEAD was requested."""
-        before, following = self._etags, self._newest.version + 1 if self._newest else 0
+        before = self._etags
+        following = self._newest.version + 1 if self._newest else 0
         if why is Why.NOTIFIED and self._notice_was_news:
             self._fetch_ahead(following, self._key)
         listed = self._read_etags(why)
@@ -186,7 +196,8 @@ class Watcher:
         return listed
 
     def _read_etags(self, why: Why) -> bool:
-        bucket, self._looks = self._reader.bucket, self._looks + 1
+        bucket = self._reader.bucket
+        self._looks += 1
         known = bucket.stat(self._key) if self._key and self._looks % _LIST_EVERY else None
         # If a change is expected and the known HEAD is the same, another writer's HEAD may have changed.
         if known and (why is Why.INTERVAL or known.etag != self._etags.get(self._key)):
@@ -200,7 +211,8 @@ class Watcher:
 
         If this raises, `_head` is None, so that a search follows.
         """
-        before, self._head = self._head, None
+        before = self._head
+        self._head = None
         writers = map(head_writer, self._etags if listed else [self._key])
         writer = max((writer for writer in writers if writer), default=None)
         with contextlib.suppress(ProtocolError, ObjectMissingError):
@@ -216,7 +228,8 @@ class Watcher:
 
     def _search(self) -> Head | None:
         """The HEAD of the newest complete version, found or made from all HEADs and manifests of the run."""
-        self._searched, self._skipped_heads = True, {}
+        self._searched = True
+        self._skipped_heads = {}
         return self._reader.head(floor=self._floor(), problems=self._skipped_heads)
 
     def _resolve(self, head: Head) -> Manifest:
@@ -229,7 +242,8 @@ class Watcher:
         if (floor := self._floor()) and manifest.rank < floor:
             raise went_back(f"run {self._reader.keys.run!r}", manifest.version, floor)
         self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
-        self._newest, self._skipped = manifest, skipped
+        self._newest = manifest
+        self._skipped = skipped
         return manifest
 
     def _floor(self) -> Rank | None:
@@ -248,9 +262,11 @@ class Watcher:
         """
         folder = self._reader.bucket.url.startswith("file:")
         if self._newest and not folder and (writer := head_writer(self._key)):
-            keys, first = self._reader.keys, self._newest.version + 1
+            keys = self._reader.keys
+            first = self._newest.version + 1
             small = [part_suffix(part) for part in self._newest.delta if part.size <= SMALL]
-            parts, ends = small if self._newest.delta else [""], min(version, first + _AHEAD) + 1
+            parts = small if self._newest.delta else [""]
+            ends = min(version, first + _AHEAD) + 1
             deltas = [keys.delta(each, writer, part) for each in range(first, ends) for part in parts]
             # A trainer of many ranks has many parts; those of the next version come first.
             self._reader.fetch_ahead([*others, keys.manifest(version, writer), *deltas[:MAX_PARTS]])

@@ -94,7 +94,8 @@ def _no_key(headers: dict[bytes, bytes], secret: str) -> HTTPException:
 
 async def read_body(receive: Receive, limit: int) -> bytes:
     """Read the complete body. Raises `HTTPException`: 408 after `BODY_S`, 413 beyond `limit` bytes."""
-    body, more = bytearray(), True
+    body = bytearray()
+    more = True
     try:
         async with asyncio.timeout(BODY_S):
             while more and len(body) <= limit:

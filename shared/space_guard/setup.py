@@ -62,7 +62,8 @@ class SpaceSettings(BaseModel):
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
         """The settings in `environ`. Raises `SettingsError`."""
-        prefix, problems = cls.PREFIX, dict[str, str]()
+        prefix = cls.PREFIX
+        problems = dict[str, str]()
         own = {name.removeprefix(prefix): value for name, value in environ.items() if name.startswith(prefix)}
         if not (key := own.get("KEY", "")):
             problems |= cls.problems_without_key(environ)
@@ -113,7 +114,8 @@ class Setup:
 
     def app(self, problems: Problems) -> ASGIApp:
         """The app of a Space that is not set up: the page at /, its state at /health, and 503 elsewhere."""
-        state, sentence = "not set up", self.sentence(problems)
+        state = "not set up"
+        sentence = self.sentence(problems)
         # Trainers read a replica's `state` and an environment's `status`; clients of a replica read `error`,
         # and clients of an environment read `detail`.
         body = {"status": state, "state": state, "detail": sentence, "error": sentence}
@@ -137,7 +139,8 @@ class Setup:
         """The setup page. The page reloads itself, so the Space's own page appears after the setup."""
         items = ""
         for name in {**self.needs, **problems}:
-            problem, need = problems.get(name, ""), self.needs.get(name, {})
+            problem = problems.get(name, "")
+            need = self.needs.get(name, {})
             items += f'<li class="{"missing" if problem else "fine"}">'
             items += f"<h2><code>{escape(name)}</code> <small>{need.get('kind', 'variable')}</small></h2>"
             items += f'<p class="problem">{escape(problem)}</p>' if problem else ""

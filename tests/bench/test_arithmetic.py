@@ -142,7 +142,8 @@ def test_patches_survive_the_file(tmp_path):
 def test_tensors_arrive_on_the_other_side(tmp_path):
     measured = change(0.02)
     before = {"w": torch.from_numpy(measured.old["w"].copy()).view(torch.bfloat16)}
-    snapshot, replica = {"w": before["w"].clone()}, {"w": before["w"].clone()}
+    snapshot = {"w": before["w"].clone()}
+    replica = {"w": before["w"].clone()}
     measured.taken()
     live = torch.from_numpy(measured.old["w"]).view(torch.bfloat16)
     file = original.publish(snapshot, [("w", live.float())])

@@ -80,7 +80,8 @@ def since(requests):
 
     def counted():
         nonlocal seen
-        before, seen = seen, Counter(requests())
+        before = seen
+        seen = Counter(requests())
         return dict(seen - before)
 
     return counted
@@ -96,7 +97,8 @@ def test_simulated_clients_make_the_requests_of_the_real_ones(tmp_path, monkeypa
         counted()
         real = dict(life(*buckets, os.urandom, tmp_path, counted))
 
-    fleet, found = Fleet(SMALL), {}
+    fleet = Fleet(SMALL)
+    found = {}
     link = Link(0.1, Pipe(fleet.clock, 1e9))
     buckets = [SimBucket(fleet.hub, link, role) for role in ("trainer", "replica")]
 
@@ -212,7 +214,8 @@ def test_ranks_publish_in_step_while_the_store_is_down_and_steps_are_merged():
 
 
 def test_a_condition_is_held_until_its_holder_waits():
-    clock, said = Clock(), list[str]()
+    clock = Clock()
+    said = list[str]()
     condition = clock.threading.Condition()
 
     def first():
@@ -238,7 +241,8 @@ def test_a_condition_is_held_until_its_holder_waits():
 
 
 def test_transfers_share_a_pipe():
-    clock, ended = Clock(), {}
+    clock = Clock()
+    ended = {}
     pipe = Pipe(clock, rate=100, each=80)
 
     def transfer(name, start, size):

@@ -70,7 +70,9 @@ class Tally:
     """Counts faults. `wrong` and `leaked` are sentences, one for each."""
 
     def __init__(self, seed: int, deadline: float) -> None:
-        self.seed, self.struck, self.survived = seed, 0, 0
+        self.seed = seed
+        self.struck = 0
+        self.survived = 0
         self.wrong: list[str] = []
         self.leaked: list[str] = []
         self._deadline = deadline
@@ -81,7 +83,8 @@ class Tally:
 
     def fault(self, kind: str, what: str, seconds: float, notes: list[str]) -> None:
         """One was survived: all were at the newest version `seconds` after it had happened."""
-        self.struck, self.survived = self.struck + 1, self.survived + 1
+        self.struck += 1
+        self.survived += 1
         self._seconds[kind].append(seconds)
         said = "; ".join(notes)[:300]
         print(f"{self.struck:4d} {kind}: {what}; {seconds:.2f} s {said}".rstrip(), flush=True)
@@ -108,7 +111,8 @@ def play(faults: int, seed: int, minutes: float, folder: Path) -> bool:
     keys = {SIGNING_KEY: secret, PUBLIC_KEY: SigningKey(secret).public} if seed % 2 else {}
     with mock.patch.dict(os.environ, {"HF_HOME": str(folder / "client"), "OMP_NUM_THREADS": "1", **keys}):
         prepare()
-        before, tally = _held(), Tally(seed, time.monotonic() + 60 * minutes)
+        before = _held()
+        tally = Tally(seed, time.monotonic() + 60 * minutes)
         for number, setting in enumerate(settings(faults)):
             _play(setting, keys, Random(f"{seed} {number}"), folder / f"{number}", tally)
             tally.leaked += sorted(_held() - before)
@@ -159,7 +163,8 @@ def _scene(setting: Setting, place: Place, rng: Random, goal: int, tally: Tally)
 
 def _strike(setting: Setting, scene: Scene, rng: Random, tally: Tally) -> bool:
     """False if the scene cannot go on."""
-    kind, what = rng.choice(sorted(setting.kinds)), ""
+    kind = rng.choice(sorted(setting.kinds))
+    what = ""
     scene.notes.clear()
     try:
         with contextlib.suppress(NotStruck):

@@ -16,7 +16,8 @@ from tests.chaos.scene import NotStruck, NotSurvived, Scene, Strike, Trainers
 
 DAY_S = 86400.0
 UPLOADS = ("put", "list", "delete")
-FETCHES, LOOKS = ("get", "fetch"), ("stat", "list", "get")
+FETCHES = ("get", "fetch")
+LOOKS = ("stat", "list", "get")
 
 
 def trainer_operation(what: str, times: int = 1) -> Strike:
@@ -61,7 +62,8 @@ def trainer_disk_change(scene: Scene, rng: Random) -> str:
 
 
 def trainer_signalled(scene: Scene, rng: Random) -> str:
-    how, after = rng.choice([signal.SIGKILL, signal.SIGTERM]), rng.uniform(0.0, 0.05)
+    how = rng.choice([signal.SIGKILL, signal.SIGTERM])
+    after = rng.uniform(0.0, 0.05)
     victim = rng.choice(scene.trainer.ranks)
     timer = threading.Timer(after, victim.signal, [how])
     timer.start()
@@ -85,7 +87,8 @@ def trainer_disk_full(scene: Scene, rng: Random) -> str:
 
 def second(scene: Scene, rng: Random) -> str:
     """The first one must be notified, and its version must not count."""
-    first, scene.trainer = scene.trainer, scene.new_trainer()
+    first = scene.trainer
+    scene.trainer = scene.new_trainer()
     try:
         scene.trainer.open()
         _must_be_fenced(first)
@@ -132,7 +135,9 @@ def _works(action: Callable[[], object]) -> bool:
 def follower_operation(what: str, ops: tuple[str, ...], times: int = 1) -> Strike:
     def strike(scene: Scene, rng: Random) -> str:
         kinds = ("process", "kept") if "kill" in what or "term" in what else ()
-        member, nth, count = scene.choose(rng, *kinds), rng.randint(1, 5), rng.randint(1, times)
+        member = scene.choose(rng, *kinds)
+        nth = rng.randint(1, 5)
+        count = rng.randint(1, times)
         scene.arm(member, Fault(what, nth, count, ops))
         return f"{what}, operation {nth} of {member.name}, {count} times"
 
@@ -140,14 +145,16 @@ def follower_operation(what: str, ops: tuple[str, ...], times: int = 1) -> Strik
 
 
 def follower_disk_change(scene: Scene, rng: Random) -> str:
-    member, nth = scene.choose(rng, "process", "kept"), rng.randint(1, 12)
+    member = scene.choose(rng, "process", "kept")
+    nth = rng.randint(1, 12)
     member.actor.call("die_writing", nth, str(member.folder))
     scene.until_struck(lambda: not member.actor.alive, member)
     return f"kill -9 of {member.name} at disk change {nth}"
 
 
 def follower_signalled(scene: Scene, rng: Random) -> str:
-    member, how = scene.choose(rng, "process", "kept"), rng.choice([signal.SIGKILL, signal.SIGTERM])
+    member = scene.choose(rng, "process", "kept")
+    how = rng.choice([signal.SIGKILL, signal.SIGTERM])
     after = rng.uniform(0.0, 0.05)
     timer = threading.Timer(after, member.actor.signal, [how])
     timer.start()
@@ -169,7 +176,8 @@ def follower_disk_full(scene: Scene, rng: Random) -> str:
 
 
 def follower_clock(scene: Scene, rng: Random) -> str:
-    member, seconds = scene.choose(rng, "process", "kept"), rng.choice([-3650, -1, 1, 3650]) * DAY_S
+    member = scene.choose(rng, "process", "kept")
+    seconds = rng.choice([-3650, -1, 1, 3650]) * DAY_S
     member.actor.call("jump", seconds)
     return f"the clock of {member.name} jumps by {seconds / DAY_S:.0f} days"
 
@@ -258,7 +266,9 @@ def collected(scene: Scene, rng: Random) -> str:
 
 def hub(**how: Any) -> Strike:
     def strike(scene: Scene, rng: Random) -> str:
-        hub, match, times = scene.place.hub, rng.choice(_REQUESTS), rng.randint(1, 3)
+        hub = scene.place.hub
+        match = rng.choice(_REQUESTS)
+        times = rng.randint(1, 3)
         hub.fault(match, times=times, **how)
         scene.publish()
         return f"{match} {how}, {times} times"

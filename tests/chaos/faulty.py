@@ -45,16 +45,20 @@ class Faulty:
     """A bucket in front of a real one. Operations on the run's log never fail: it is not the protocol."""
 
     def __init__(self, bucket: Any) -> None:
-        self._bucket, self.url = bucket, bucket.url
+        self._bucket = bucket
+        self.url = bucket.url
         self._fault: Fault | None = None
-        self._seen, self.struck = 0, 0
+        self._seen = 0
+        self.struck = 0
         self._lock = threading.Lock()
         self._before: dict[tuple[str, str], list[Any]] = {}  # the last two answers
 
     def arm(self, fault: Fault | None) -> None:
         """Let operations go wrong from now on; None ends it."""
         with self._lock:
-            self._fault, self._seen, self.struck = fault, 0, 0
+            self._fault = fault
+            self._seen = 0
+            self.struck = 0
 
     def put_all(self, objects: Sequence[tuple[str, bytes]], _: object = None) -> None:
         """One after the other: a batch of the Hub that ends in the middle leaves the first objects, too."""
@@ -151,7 +155,8 @@ class Mortal:
     def __init__(self) -> None:
         self.bucket: Faulty | None = None
         self._later: Fault | None = None
-        self._left, self._folders = 0, ("",)
+        self._left = 0
+        self._folders = ("",)
         self._real_time = time.time
 
     def open_bucket(self, url: str, **how: Any) -> Faulty:
@@ -181,7 +186,8 @@ class Mortal:
     def die_writing(self, nth: int, folder: str) -> None:
         """`kill -9` just before the nth change of this folder."""
         # A bucket names its files relative to the folder that they are in.
-        self._left, self._folders = nth, (folder, ".")
+        self._left = nth
+        self._folders = (folder, ".")
         if not self._hooked:
             sys.addaudithook(self._audit)
             self._hooked = True

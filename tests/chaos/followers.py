@@ -49,7 +49,8 @@ class Engine(fake_vllm.Mortal):
 
     def __init__(self, truth: Truth) -> None:
         super().__init__()
-        self._truth, self.wrong = truth, list[str]()
+        self._truth = truth
+        self.wrong = list[str]()
         self.fails: str | None = None  # the kind of the next commit's error
 
     def learn(self, shapes: dict[str, list[int]], dtypes: dict[str, str]) -> str:
@@ -90,7 +91,8 @@ class Replica(Mortal):
         self._follower.start()
 
     def claim(self) -> Claim:
-        serving, status = self._follower.serving, self._follower.report(1 << 60).status
+        serving = self._follower.serving
+        status = self._follower.report(1 << 60).status
         said = self.engine.starts, status.state, status.error, tuple(self.engine.wrong)
         if serving is None:
             return Claim(None, "", 0, "", "", *said)

@@ -44,8 +44,10 @@ class Trainers:
     """One trainer: a process, or one for each of its ranks."""
 
     def __init__(self, place: Place, seed: int, ranks: int) -> None:
-        folder, url = place.folder / "trainer", f"{place.url}#{RUN}"
-        temporary, meeting = place.folder / "tmp", str(place.folder / f"ranks-{seed}")
+        folder = place.folder / "trainer"
+        url = f"{place.url}#{RUN}"
+        temporary = place.folder / "tmp"
+        meeting = str(place.folder / f"ranks-{seed}")
         temporary.mkdir(exist_ok=True)
         self.ranks = [
             Actor(
@@ -92,7 +94,9 @@ class Member:
     """A follower. Its kind: "local" (in this process), "process", "kept" (the command) or "vllm"."""
 
     def __init__(self, name: str, kind: str, place: Place) -> None:
-        self.name, self.kind, self.place = name, kind, place
+        self.name = name
+        self.kind = kind
+        self.place = place
         self.actor: Any = None
         self.folder = place.folder / name
         self.starts = 0  # how many starts of its vLLM have a reason
@@ -100,8 +104,11 @@ class Member:
 
     def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
-        self.starts, self.tainted = 1, None
-        url, environ, poll_s = self.place.url, self.place.environ, self.place.poll_s
+        self.starts = 1
+        self.tainted = None
+        url = self.place.url
+        environ = self.place.environ
+        poll_s = self.place.poll_s
         if self.kind == "local":
             self.actor = Local(Replica(url, self.folder, self.place.truth, poll_s))
         elif self.kind == "process":
@@ -152,8 +159,11 @@ class Scene:
     def __init__(self, place: Place, *, ranks: int, cast: Mapping[str, str], patience_s: float) -> None:
         """`cast`: the kind of each follower by its name."""
         self.patience_s = patience_s
-        self.place, self._ranks, self._trainers = place, ranks, 0
-        self.truth, self.wrong = Truth(place.truth), list[str]()
+        self.place = place
+        self._ranks = ranks
+        self._trainers = 0
+        self.truth = Truth(place.truth)
+        self.wrong = list[str]()
         self.notes: list[str] = []
         self.vandal = Actor(Vandal, place.url, environ=place.environ)
         self.trainer = self.new_trainer()
@@ -200,7 +210,8 @@ class Scene:
 
     def recover(self) -> None:
         """Publish until all are at the newest version, with one start of vLLM for each good reason."""
-        deadline, grace = time.monotonic() + self.patience_s, GRACE_S[0]
+        deadline = time.monotonic() + self.patience_s
+        grace = GRACE_S[0]
         while not self._all_at(published := self.publish(), grace):
             if time.monotonic() > deadline:
                 raise NotSurvived(f"not all reach version {published.version}: {self._claims()}")

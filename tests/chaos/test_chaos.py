@@ -41,7 +41,8 @@ def test_what_is_held_and_what_is_claimed_must_be_what_was_handed_over(
 ) -> None:
     monkeypatch.setattr("tests.chaos.scene.BETWEEN_S", 0.0)
     scene = Scene.__new__(Scene)
-    scene.truth, scene.wrong = Truth(tmp_path / "truth"), []
+    scene.truth = Truth(tmp_path / "truth")
+    scene.wrong = []
     scene.truth.tell("writer", 7, "a")
     scene.truth.tell("writer", 8, "b")
     liar = Member("liar", "local", Place("", tmp_path, {}))

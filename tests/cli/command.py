@@ -18,7 +18,9 @@ class Result:
 
 def command(*words: object) -> Result:
     """Run `delta-weight-sync <words>`."""
-    output, complaint, code = io.StringIO(), io.StringIO(), 0
+    output = io.StringIO()
+    complaint = io.StringIO()
+    code = 0
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(complaint):
         try:
             main([str(word) for word in words])

@@ -112,7 +112,8 @@ def test_verify_proves_the_whole_run(finished):
 
 def test_verify_keeps_at_most_two_checkpoints_on_the_disk(finished, tmp_path, monkeypatch):
     """Although no version has a delta."""
-    held, checkout = list[int](), RunReader.checkout
+    held = list[int]()
+    checkout = RunReader.checkout
 
     def noted(*arguments):
         state = checkout(*arguments)
@@ -145,7 +146,8 @@ def test_a_run_is_named_in_the_url_or_beside_it(finished):
 
 @pytest.mark.parametrize("words", ["log", "show", "verify", "gc --keep 1h"])
 def test_an_empty_bucket_and_an_empty_run_say_so(tmp_path, words):
-    (name, *options), url = words.split(), tmp_path.as_uri()
+    (name, *options) = words.split()
+    url = tmp_path.as_uri()
     assert "it holds none yet" in command(name, url, *options).complaint
     complaint = f"delta-weight-sync {name}: run 'x' in {url} has not published a first version\n"
     assert command(name, f"{url}#x", *options) == Result(1, "", complaint)
@@ -196,7 +198,9 @@ def test_every_command_explains_itself(name):
     assert COMMANDS[name][1:] in " ".join(result.output.split())
 
 
-VERSIONS, BROKEN = 40, 23  # versions after the first; where the fault is planted
+# versions after the first; where the fault is planted
+VERSIONS = 40
+BROKEN = 23
 FAULT = torch.full((64,), 100.0).bfloat16().view(torch.uint8).numpy().tobytes()
 
 

@@ -248,7 +248,8 @@ def test_following_begins_before_the_run_does(writes, folder, turns, tmp_path):
 @pytest.mark.parametrize("changed", [{"seed": 7}, {"tensors": {"other.weight": (50, 50)} | TENSORS}])
 def test_a_run_that_was_started_over_is_checked_out(writes, folder, turns, changed, first):
     """Other weights, or other tensors, under numbers that follow on what is held, or that are the same."""
-    old, new = writes(), []
+    old = writes()
+    new = []
     old.step()
 
     def start_over() -> None:
@@ -325,7 +326,8 @@ def test_a_command_that_fails_is_offered_the_next_version_and_at_the_next_start(
 
 def test_placeholders_come_quoted_and_other_braces_stay(run, tmp_path):
     """As in the example for SGLang of --help, for a folder whose name ends the quotes."""
-    folder, body = tmp_path / "it's a {version} model", tmp_path / "body"
+    folder = tmp_path / "it's a {version} model"
+    body = tmp_path / "body"
     words = f"printf %s '{{\"model_path\": \"'{{path}}'\"}}' > {body}"
     assert follow(run, folder, "--once", "--on-version", words).code == 0
     assert json.loads(body.read_text()) == {"model_path": f"{folder}/00000000"}

@@ -153,7 +153,8 @@ def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, encoding):
 
 @pytest.mark.parametrize("encoding", LEVELS)
 def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, encoding, monkeypatch):
-    rng, askers = np.random.default_rng(0), set()
+    rng = np.random.default_rng(0)
+    askers = set()
     old = {f"{i}.weight": weights(rng, 40, 50) for i in range(30)}
     new = {name: stepped(rng, bits, 1e-5) for name, bits in old.items()}
     new["7.weight"] = old["7.weight"] ^ 1  # of another mode than its neighbours
@@ -194,7 +195,8 @@ def test_sizes_are_near_the_entropy_of_the_changes(tmp):
 
 def test_encoding_looks_at_each_of_many_tensors_a_few_times(monkeypatch):
     """A mixture of experts has 20,000 of them."""
-    looked, numel = [], codec.Patch.numel.fget
+    looked = []
+    numel = codec.Patch.numel.fget
     monkeypatch.setattr(codec.Patch, "numel", property(lambda patch: looked.append(patch) or numel(patch)))
     old = {f"expert {i}": np.zeros(8, np.uint16) for i in range(2000)}
     patches = [codec.Patch(name, (8,), np.array([3]), np.array([1], np.uint16)) for name in old]

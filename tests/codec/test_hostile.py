@@ -48,7 +48,8 @@ def with_groups(tensors: list[Any], groups: list[Any]) -> Parts:
 
 
 def test_the_seeds_of_the_fuzzer_have_every_mode(path):
-    modes, flipped = set(), set()
+    modes = set()
+    flipped = set()
     for file in seeds().values():
         path.write_bytes(file)
         assert check(path)
@@ -61,7 +62,8 @@ def test_the_seeds_of_the_fuzzer_have_every_mode(path):
 
 def test_hundreds_of_damaged_files(path):
     """The fuzzer's first cases, always the same ones."""
-    rng, files = Random(1), list(seeds().values())
+    rng = Random(1)
+    files = list(seeds().values())
     accepted = []
     for _ in range(300):
         path.write_bytes(mutate(rng.choice(files), rng))

@@ -45,7 +45,8 @@ def is_newest(folder: Path, url: str) -> bool:
 def test_transformers(url):
     names: dict[str, object] = {}
     exec(recipe("transformers", url).replace("Qwen/Qwen3-0.6B", str(Path("base").absolute())), names)
-    published, live = dict(read_bits(Path("build/newest/current"))), dict(names["model"].named_parameters())
+    published = dict(read_bits(Path("build/newest/current")))
+    live = dict(names["model"].named_parameters())
     assert is_newest(Path("build/newest/current"), url)
     assert all((to_bits(live[name]) == bits).all() for name, bits in published.items())
 

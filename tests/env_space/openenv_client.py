@@ -28,7 +28,8 @@ class WordleEnv:
     def reset(self, **kwargs):
         result = self.client.reset()
         self._text = result.observation["messages"][0]["content"]
-        self.reward, self.done = 0.0, False
+        self.reward = 0.0
+        self.done = False
         return self._text
 
     def guess(self, guess):
@@ -36,7 +37,8 @@ class WordleEnv:
             raise ValueError("Game over.")
         result = self.client.step({"message": guess})
         text = result.observation["messages"][0]["content"]
-        feedback, self._text = text[len(self._text) :], text
+        feedback = text[len(self._text) :]
+        self._text = text
         self.reward = 0.0 if "You attempted an invalid move" in feedback else result.reward
         self.done = result.done
         return feedback
@@ -50,7 +52,8 @@ def marks_in(feedback):
 
 def solve(env, words):
     """Play by elimination; returns the guesses with the feedback to each."""
-    left, turns = list(words), []
+    left = list(words)
+    turns = []
     while not env.done:
         guess = left[0]
         answer = env.guess(f"[{guess}]")

@@ -24,7 +24,8 @@ from tests.env_space.service import PATIENCE_S, guess, sentence, service, space,
 from tests.inference_space.asking import ask_raw
 
 KEY = "four-random-words-in-a-row"
-RIGHT, WRONG = {"X-Space-Key": KEY}, {"X-Space-Key": KEY[:-1]}
+RIGHT = {"X-Space-Key": KEY}
+WRONG = {"X-Space-Key": KEY[:-1]}
 UNKNOWN = "00000000-0000-0000-0000-000000000000"
 
 
@@ -58,7 +59,8 @@ def test_the_key_and_an_open_api_give_full_access():
 
 def test_no_route_that_plays_is_open():
     """Whatever routes the app has or gets: without the key these are all that answer, and they only look."""
-    app, answers = create_app(Settings(key=KEY)), dict[str, int]()
+    app = create_app(Settings(key=KEY))
+    answers = dict[str, int]()
     for route in app.routes:
         if isinstance(route, APIRoute):
             path = re.sub("{.*?}", UNKNOWN, route.path)
@@ -76,7 +78,8 @@ def test_no_route_that_plays_is_open():
 )
 def test_no_detour_leads_to_the_api(path):
     """As a server hands it over; a client would tidy the path up before it sends it."""
-    opening, json = {"type": "http.request", "body": b'{"seed": 1}'}, {"content-type": "application/json"}
+    opening = {"type": "http.request", "body": b'{"seed": 1}'}
+    json = {"content-type": "application/json"}
     sent = asyncio.run(ask_raw(create_app(Settings(key=KEY)), path, opening, headers=json))
     assert sent[0]["status"] in (401, 404, 405)
 
@@ -140,7 +143,8 @@ def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(variable):
 
 @pytest.mark.finding(10)
 def test_a_game_stores_little_of_an_endless_word():
-    client, novel = service(), "X" * 16_000
+    client = service()
+    novel = "X" * 16_000
     game = start(client)
     first, again = (guess(client, game, novel, 1).json() for _ in range(2))
     assert first == again
@@ -176,7 +180,8 @@ def test_a_burst_watches_no_more_games_than_allowed_whatever_the_page_plays():
 
 @pytest.mark.finding(10)
 def test_certificates_are_read_once_not_for_each_watcher(monkeypatch):
-    read, reads = ssl.create_default_context, []
+    read = ssl.create_default_context
+    reads = []
     monkeypatch.setattr(ssl, "create_default_context", lambda **given: reads.append(1) or read(**given))
     client = service(replica_url="http://127.0.0.1:9")
     for _ in range(3):
@@ -187,7 +192,8 @@ def test_certificates_are_read_once_not_for_each_watcher(monkeypatch):
 @pytest.mark.finding(10)
 def test_a_client_that_leaves_before_the_first_event_makes_room():
     """The client of this app has gone before it answers."""
-    app, gone = create_app(Settings(replica_url="http://127.0.0.1:9")), {"type": "http.disconnect"}
+    app = create_app(Settings(replica_url="http://127.0.0.1:9"))
+    gone = {"type": "http.disconnect"}
 
     async def watch():
         return [await ask_raw(app, "/watch", gone, method="GET") for _ in range(MAX_PLAYED + 1)]

@@ -18,7 +18,8 @@ def test_a_game_from_opening_to_reward():
     client = service()
     opened = client.post("/sessions", json={"seed": BRIDE}).json()
     game = f"/sessions/{opened['session']}"
-    first, last = guess(client, game, "crane", 1).json(), guess(client, game, "bride", 2).json()
+    first = guess(client, game, "crane", 1).json()
+    last = guess(client, game, "bride", 2).json()
     closed = client.delete(game).json()
     assert (opened["observation"], opened["max_guesses"], opened["length"]) == ("Play Wordle.", 6, 5)
     assert first == {
@@ -47,7 +48,8 @@ def test_a_game_from_opening_to_reward():
 
 def test_a_retried_opening_and_move_and_close_happen_once():
     """A move also after the end of its game, in which no other move is possible."""
-    client, opening = service(), {"seed": BRIDE, "id": str(uuid4())}
+    client = service()
+    opening = {"seed": BRIDE, "id": str(uuid4())}
     game = f"/sessions/{opening['id']}"
     opened = [client.post("/sessions", json=opening).json() for _ in range(2)]
     first = [guess(client, game, word, 1).json() for word in ("crane", "CRANE")]
@@ -65,7 +67,8 @@ def test_a_retried_opening_and_move_and_close_happen_once():
 
 def test_a_full_service_says_when_to_retry():
     client = service(max_sessions=1)
-    game, full = start(client), client.post("/sessions", json={"seed": 1})
+    game = start(client)
+    full = client.post("/sessions", json={"seed": 1})
     assert sentence(full, 503).startswith("1 games are in play")
     assert int(full.headers["Retry-After"]) >= 1
     guess(client, game, "bride", 1)
@@ -94,7 +97,8 @@ def test_what_the_service_offers_is_documented():
 
 
 def test_each_refused_request_has_its_status_and_names_the_fix():
-    client, unknown = service(), f"/sessions/{UUID(int=0)}"
+    client = service()
+    unknown = f"/sessions/{UUID(int=0)}"
     game = start(client)
     guess(client, game, "crane", 1)
     changed = sentence(guess(client, game, "bride", 1), 409)
@@ -214,7 +218,8 @@ def test_a_duplicated_space_shows_how_to_set_it_up_and_says_so_once(tmp_path):
         space(tmp_path, SPACE_ID="me/wordle-env", WORDLE_LENGTH="9") as running,
         httpx.Client(base_url=running.url, timeout=PATIENCE_S) as client,
     ):
-        home, health = client.get("/"), client.get("/health")
+        home = client.get("/")
+        health = client.get("/health")
         refused = [client.get("/ready"), client.post("/sessions", json={"seed": 1}), client.get("/docs")]
     log = (tmp_path / "space.log").read_text()
     assert (home.status_code, health.status_code) == (200, 200)

@@ -60,7 +60,8 @@ def test_secrets_stay_what_they_were():
 def by_counting(guess, secret):
     """The feedback by another way: a letter is elsewhere if fewer copies of it that are not in place stand to
     its left in the guess than the secret has copies of it where the guess has something else."""
-    wanted, marks = Counter(s for g, s in zip(guess, secret, strict=True) if g != s), ""
+    wanted = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
+    marks = ""
     for place, (g, s) in enumerate(zip(guess, secret, strict=True)):
         before = sum(guess[i] == g != secret[i] for i in range(place))
         marks += "+" if g == s else "?" if before < wanted[g] else "-"
@@ -220,7 +221,8 @@ def test_length_and_hard_mode_and_costs_reach_the_games():
     client = service(length=6, hard_mode=True, invalid_cost=0.3, repeated_cost=0.2)
     words = client.get("/words").json()
     opened = client.post("/sessions", json={"seed": 3}).json()
-    game, tried = f"/sessions/{opened['session']}", ["cranes", "cranes", "zzzzzz", "crane"]
+    game = f"/sessions/{opened['session']}"
+    tried = ["cranes", "cranes", "zzzzzz", "crane"]
     moves = [guess(client, game, word, turn).json() for turn, word in enumerate(tried, 1)]
     assert (opened["length"], opened["hard_mode"], words["length"]) == (6, True, 6)
     assert {len(word) for word in words["answers"]} == {6}
@@ -248,7 +250,8 @@ def start(sessions, id=None, seed=1, split="train"):
 
 @pytest.mark.finding(10)
 def test_a_game_expires_after_its_last_new_move_and_retries_do_not_keep_it_alive(sessions, clock):
-    used, unused = start(sessions), start(sessions)
+    used = start(sessions)
+    unused = start(sessions)
     clock.now += TTL_S / 2
     sessions.play(used, 1, "crane")
     clock.now += TTL_S / 2
@@ -295,7 +298,9 @@ def test_an_id_belongs_to_its_seed_and_to_one_game(sessions):
 def test_every_game_is_reported_once_as_it_ends(clock):
     ended = []
     sessions = Sessions(9, TTL_S, ended.append, lambda: clock.now)
-    solved, closed, expired = start(sessions), start(sessions), start(sessions)
+    solved = start(sessions)
+    closed = start(sessions)
+    expired = start(sessions)
     sessions.play(solved, 1, "bride")
     sessions.close(solved)
     sessions.close(closed)

@@ -85,7 +85,8 @@ def test_a_lost_game_reveals_the_word_and_accepts_no_guess():
 
 def test_the_state_counts_the_steps_since_the_reset():
     with connection() as socket:
-        early, empty = say(socket, "step", message="[crane]"), say(socket, "state")["data"]
+        early = say(socket, "step", message="[crane]")
+        empty = say(socket, "state")["data"]
         say(socket, "reset", seed=1, episode_id="first", difficulty="unknown parameters are ignored")
         say(socket, "step", message="[crane]")
         first = say(socket, "state")["data"]
@@ -175,7 +176,8 @@ def test_connections_that_are_only_held_open_make_room_for_new_ones():
 
 def test_an_idle_connection_is_closed_with_a_sentence_and_its_game_given_up():
     """The app runs in a loop in which ten minutes take no time."""
-    app, sent = create_app(Settings()), []
+    app = create_app(Settings())
+    sent = []
     reset = json.dumps({"type": "reset", "data": {"seed": 1}})
     said = iter([{"type": "websocket.connect"}, {"type": "websocket.receive", "text": reset}])
 
@@ -202,7 +204,8 @@ def test_the_prompt_names_the_length_and_hard_mode():
 
 def test_the_routes_that_openenvs_tools_need():
     with service() as client:
-        schema, about = client.get("/schema").json(), client.get("/metadata").json()
+        schema = client.get("/schema").json()
+        about = client.get("/metadata").json()
         tools = client.post("/mcp", json={"jsonrpc": "2.0", "id": 7, "method": "tools/list"}).json()
         given = (b'"a"', b'"\\ud800"', b"NaN", b"true", b"[" * 300 + b"]" * 300, b"{}")
         ids = [client.post("/mcp", content=b'{"id":' + each + b"}").json()["id"] for each in given]
@@ -267,7 +270,8 @@ def test_a_full_game_as_trl_plays_it(seen):
 
 @pytest.mark.long
 def test_openenvs_checks_pass_the_running_service_and_the_folder(seen):
-    (code, output), (folder_code, folder_output) = seen["validate_url"], seen["validate_folder"]
+    (code, output) = seen["validate_url"]
+    (folder_code, folder_output) = seen["validate_folder"]
     assert code == 0, output
     assert output.count("PASS ") == 6
     assert output.endswith("Verdict: PASS\n")

@@ -179,7 +179,8 @@ def watch(**settings):
 @contextmanager
 def broken_replica(*answers):
     """A replica of version 3 that gives these answers, (status, body), in turn, and keeps the requests."""
-    answers, asked = list(answers), []
+    answers = list(answers)
+    asked = []
 
     def answer(request):
         asked.append(request)

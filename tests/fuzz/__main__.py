@@ -16,7 +16,9 @@ SECONDS_PER_CASE = 20  # more is a hang, on any machine
 
 def fuzz(cases: int, seed: int, folder: Path) -> Counter[str]:
     """How many cases were refused and accepted."""
-    rng, files, counts = Random(seed), list(seeds().values()), Counter[str]()
+    rng = Random(seed)
+    files = list(seeds().values())
+    counts = Counter[str]()
     path = folder / "case.safetensors"
     for file in files:
         path.write_bytes(file)

@@ -33,7 +33,8 @@ MEMORY = 400 << 20  # bytes that all cases may take beyond what a sound run take
 
 def fuzz(cases: int, seed: int, folder: Path) -> Counter[str]:
     """How many cases of each kind each reader was content with, or refused."""
-    rng, counts = Random(seed), Counter[str]()
+    rng = Random(seed)
+    counts = Counter[str]()
     logging.getLogger("delta_weight_sync").addHandler(logging.NullHandler())
     logging.getLogger("delta_weight_sync").propagate = False
     for reader in READERS:  # loads code, and fills caches
@@ -126,7 +127,8 @@ def check(reader: Reader, url: str, scratch: Path, rng: Random) -> bool:
     """True if the reader was content, False if it said why not; an AssertionError if that was no sentence."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    said, printed = None, io.StringIO()
+    said = None
+    printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             reader(url, scratch, rng)

@@ -111,7 +111,8 @@ def mutate_header(content: bytes, rng: Random) -> bytes:
 
 def _stream(content: bytes, rng: Random) -> bytes:
     parts = take_apart(content)
-    name, other = rng.choice(list(parts.streams)), rng.choice(list(parts.streams))
+    name = rng.choice(list(parts.streams))
+    other = rng.choice(list(parts.streams))
     _, shape, stream = parts.streams[name]
     action = rng.randrange(20)
     if action == 0:
@@ -266,7 +267,9 @@ def seeds() -> dict[str, bytes]:
     }
 
 
-PER_BYTE, PER_ELEMENT = 64, 16  # what `Delta.patches` states
+# what `Delta.patches` states
+PER_BYTE = 64
+PER_ELEMENT = 16
 ALWAYS = 1 << 16  # Python's own objects around an open file and an error
 _CHECKS = (SafetensorError, zstandard.ZstdError, ValidationError, CodecError)
 
@@ -296,7 +299,8 @@ def decoded(path: Path, old: State = OLD) -> bool:
 
 def _is_plain(error: CodecError, path: Path) -> None:
     """One short line that names the file, caused by a check and not by an accident such as an IndexError."""
-    text, cause = str(error), error.__cause__
+    text = str(error)
+    cause = error.__cause__
     assert path.name in text
     assert len(text) < 400, text[:1000]
     assert text.isprintable(), repr(text)
@@ -304,7 +308,8 @@ def _is_plain(error: CodecError, path: Path) -> None:
 
 
 def _fits(patch: codec.Patch, old: np.ndarray) -> None:
-    index, ulps = patch.index, patch.ulps
+    index = patch.index
+    ulps = patch.ulps
     assert (index.dtype, ulps.dtype) == (np.int64, np.uint16)
     assert patch.shape == old.shape
     assert index.shape == ulps.shape

@@ -107,7 +107,8 @@ def sizes() -> tuple[State, State]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(), (1,), (0,), (3, 0), (4095,), (4096,), (2, 4097), (64, 129), (9001,)]
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    old, new = {}, {}
+    old = {}
+    new = {}
     for number, (shape, dtype) in enumerate(itertools.product(shapes, dtypes)):
         numel = int(np.prod(shape))
         values = torch.randn(numel + 1, generator=generator).to(dtype)
@@ -162,7 +163,9 @@ def test_digests_of_positions_beyond_31_bits():
 def test_tensors_that_are_made_for_a_hand_over_are_let_go(monkeypatch):
     """Gathered from other ranks, say: the whole model would not fit next to the parameters."""
     state = {f"w{i}": torch.randn(1000) for i in range(30)}
-    mirror, alive, most = started("device", state), weakref.WeakSet(), []
+    mirror = started("device", state)
+    alive = weakref.WeakSet()
+    most = []
 
     def gathered():
         for name, tensor in state.items():

@@ -177,7 +177,8 @@ def test_a_commit_takes_two_more_launches_for_each_parameter_of_vllm(tmp_path):
 
 
 def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monkeypatch):
-    inside, entered = list[bool](), [False]
+    inside = list[bool]()
+    entered = [False]
 
     @contextlib.contextmanager
     def stream(ours):

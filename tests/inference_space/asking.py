@@ -55,7 +55,8 @@ def client(app, **options) -> httpx.AsyncClient:
 
 async def ask_raw(app, path: str, *received, method: str = "POST", headers=()) -> list:
     """The messages of the answer to a request of which `received` arrives, and then nothing more."""
-    arriving, sent = iter(received), []
+    arriving = iter(received)
+    sent = []
 
     async def receive():
         return next(arriving, None) or await asyncio.Event().wait()

@@ -18,7 +18,8 @@ import httpx
 
 PATIENCE_S = 5.0
 HOST = "127.0.0.1"
-EVENT, COMPLETIONS = "/gradio_api/run/predict", "/v1/completions"
+EVENT = "/gradio_api/run/predict"
+COMPLETIONS = "/v1/completions"
 PLAIN = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 4}
 # What a stolen key might be used for: bodies that cost vLLM minutes, gigabytes or megabytes of log.
 BODIES = [
@@ -40,7 +41,8 @@ class Attack:
     """One client with many connections."""
 
     def __init__(self, port: int, key: str) -> None:
-        self._port, self._key = port, key
+        self._port = port
+        self._key = key
         self.answers: Counter[str] = Counter()
         limits = httpx.Limits(max_connections=64)
         self._http = httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=PATIENCE_S, limits=limits)
@@ -61,7 +63,8 @@ class Attack:
 
     async def _repeat(self, kind: Kind, every: float, seconds: float) -> None:
         """At most 64 of a kind run at the same time; those that never end are cancelled with the attack."""
-        end, running = asyncio.get_running_loop().time() + seconds, set()
+        end = asyncio.get_running_loop().time() + seconds
+        running = set()
         while asyncio.get_running_loop().time() < end:
             if len(running) < 64:
                 running.add(asyncio.create_task(self._try(kind)))

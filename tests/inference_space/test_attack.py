@@ -25,7 +25,8 @@ from tests.live.run import training
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
-ASKED, ATTACK_S = 300, 60
+ASKED = 300
+ATTACK_S = 60
 PAIR = new_pair()
 
 
@@ -71,7 +72,8 @@ def memory(replica: Replica) -> int:
 
 def completions(replica: Replica, going_on: Callable[[int], bool]) -> list[float]:
     """Seconds of each of a trainer's short completions, one after the other."""
-    took, body = [], {"model": "policy", "prompt": [1, 5, 9, 100], "max_tokens": 4, "ignore_eos": True}
+    took = []
+    body = {"model": "policy", "prompt": [1, 5, 9, 100], "max_tokens": 4, "ignore_eos": True}
     with httpx.Client(base_url=replica.url, headers=HEADERS, timeout=PATIENCE_S) as http:
         while going_on(len(took)):
             began = time.perf_counter()
@@ -83,12 +85,15 @@ def completions(replica: Replica, going_on: Callable[[int], bool]) -> list[float
 def test_a_trainer_is_answered_through_all_of_it(trainer, replica, capsys):
     completions(replica, lambda done: done < ASKED)
     processes = psutil.Process(replica.pid).children(recursive=True)
-    quiet, before = completions(replica, lambda done: done < ASKED), memory(replica)
+    quiet = completions(replica, lambda done: done < ASKED)
+    before = memory(replica)
     log = replica.folder / "replica.log"
     lines = log.stat().st_size
 
     head = max(Path(urlsplit(trainer.bucket.url).path, "runs/live/heads").iterdir())
-    was, sizes, scribbled = head.read_bytes(), [before], itertools.count(1)
+    was = head.read_bytes()
+    sizes = [before]
+    scribbled = itertools.count(1)
     nonsense = itertools.cycle((b"", b"{", b"[" * 100_000, b"\0" * (4 << 20), was[:-9]))
     command = [sys.executable, "-m", "tests.inference_space.attack", str(replica.port), KEY, str(ATTACK_S)]
     with (
@@ -99,7 +104,8 @@ def test_a_trainer_is_answered_through_all_of_it(trainer, replica, capsys):
         under = completions(replica, lambda _: attack.poll() is None)
         answers = json.loads(attack.stdout.read())
     head.write_bytes(was)
-    grown, written = max(sizes) - before, log.stat().st_size - lines
+    grown = max(sizes) - before
+    written = log.stat().st_size - lines
 
     with capsys.disabled():
         print(f"\na trainer's completions in ms: quiet {times(quiet)}; under attack {times(under)}")
@@ -117,5 +123,6 @@ def test_a_trainer_is_answered_through_all_of_it(trainer, replica, capsys):
 
 
 def times(seconds: list[float]) -> str:
-    middle, high = statistics.median(seconds), statistics.quantiles(seconds, n=20)[-1]
+    middle = statistics.median(seconds)
+    high = statistics.quantiles(seconds, n=20)[-1]
     return f"p50 {middle * 1000:.1f}, p95 {high * 1000:.1f} of {len(seconds)}"

@@ -134,7 +134,8 @@ def sentence(answer: httpx.Response, status: int) -> str:
 
 def test_more_completions_than_there_is_room_for_are_asked_to_come_back():
     async def scenario():
-        started, go_on = asyncio.Semaphore(0), asyncio.Event()
+        started = asyncio.Semaphore(0)
+        go_on = asyncio.Event()
 
         async def app(request: Request) -> Response:
             if request.url.path == COMPLETIONS:
@@ -178,7 +179,8 @@ def test_a_stream_that_takes_too_long_is_cut_off():
     async def stream(request: Request) -> Response:
         return StreamingResponse(parts(), media_type="text/event-stream")
 
-    before, body = guarded(stream), {"type": "http.request", "body": b"{}"}
+    before = guarded(stream)
+    body = {"type": "http.request", "body": b"{}"}
     sent = running(lambda: ask_raw(before, COMPLETIONS, body, headers=RIGHT))
     assert [message.get("body") for message in sent] == [None, b"data: first\n\n"], "and no end of it"
     assert ended == [True]

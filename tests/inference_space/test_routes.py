@@ -72,7 +72,8 @@ def test_inference_needs_the_key_and_says_which_of_both_is_wrong():
 
 
 def test_a_poke_wants_the_key_and_carries_nothing():
-    poke, right = "/delta_weight_sync/poke", RIGHT
+    poke = "/delta_weight_sync/poke"
+    right = RIGHT
     assert ask("POST", poke).status_code == 401
     assert ask("POST", poke, headers=right).status_code == 200
     assert ask("POST", poke, headers=right, content=b"x").status_code == 413

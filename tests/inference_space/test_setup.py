@@ -49,7 +49,8 @@ def test_each_variable_that_is_missing_is_named_with_its_purpose(name):
     problems = find_problems(environ)
     assert dict(problems) == {name: "not set"}
     with TestClient(SETUP.app(problems)) as client:
-        home, health = client.get("/"), client.get("/health")
+        home = client.get("/")
+        health = client.get("/health")
         refused = [client.get("/ready"), client.get("/status"), client.post("/v1/completions", json={})]
     assert (home.status_code, health.status_code) == (200, 200)
     assert "Variables and secrets" in home.text

@@ -39,7 +39,9 @@ MEASURED = json.loads((Path(__file__).parents[2] / "bench" / "results.json").rea
 TRAINERS = {"fp32 master, late": "fp32", "fp32 master, from bf16": "fp32-start", "bf16 weights": "bf16"}
 SETS = [(s["model"], TRAINERS[s["trainer"]], s) for s in MEASURED["size"]["sets"]]
 GROWTH = [*MEASURED["growth"]["changes"], *MEASURED["growth"]["size"]]
-SIZE_TOLERANCE, TIME_FACTOR, TABLE_TOLERANCE = 0.05, 2.0, 0.01
+SIZE_TOLERANCE = 0.05
+TIME_FACTOR = 2.0
+TABLE_TOLERANCE = 0.01
 POLL = {"all": 1, "api": 0, "files": 1}  # requests of a poll of HEAD
 
 
@@ -53,7 +55,8 @@ def test_sizes_of_every_measured_set(name, trainer, one, encoding):
 @pytest.mark.parametrize("encoding", ["fast", "small"])
 @pytest.mark.parametrize("one", GROWTH, ids=lambda o: f"{o['elements'] / 1e6:.0f}M-{o['share']:.2%}")
 def test_sizes_and_seconds_as_model_and_changes_grow(one, encoding):
-    weights, changes = one["elements"], one["changed"]
+    weights = one["elements"]
+    changes = one["changed"]
     size = cost.delta_bytes(weights, one["share"], encoding, "fp32")
     assert size / changes == pytest.approx(one["per_change"][encoding], rel=SIZE_TOLERANCE)
     assert_time(cost.encode_s(weights, changes, encoding), one["parts"][f"encode {encoding}"]["median_s"])
@@ -67,7 +70,8 @@ def assert_time(predicted: float, measured: float) -> None:
 
 def test_the_other_parts_of_a_sync():
     section = MEASURED["speed"]
-    weights, changes = section["elements"], section["changed"]
+    weights = section["elements"]
+    changes = section["changed"]
     costs = {"digest": cost.DIGEST, "stage": cost.PLACE, "commit": cost.COMMIT, "apply small": cost.APPLY}
     costs |= {"publish whole": cost.SAVE, "receive whole": cost.LOAD}
     costs |= {"diff fp32": cost.DIFF["fp32"], "diff bf16": cost.DIFF["bf16"]}
@@ -78,7 +82,8 @@ def test_the_other_parts_of_a_sync():
 def test_the_parts_of_a_live_replica():
     """vLLM on the CPU with requests in flight. Its machine is faster than that of the other sections."""
     live = MEASURED["live"]
-    weights, changes = live["elements"], live["changed"]
+    weights = live["elements"]
+    changes = live["changed"]
     stage = sum(rate.seconds(weights, changes) for rate in (cost.DECODE["fast"], cost.DIGEST, cost.PLACE))
     assert live["commits"]["our stage"]["median_s"] < stage
     pauses = [1e-3 * syncs["pause_ms"]["p50"] for syncs in live["syncs"].values()]
@@ -101,7 +106,8 @@ def assert_sizes(row: tuple[float, ...], share: float, measured: dict[str, float
 
 
 def test_versions_merge_and_threads_help_as_bench_measured():
-    join, faster = MEASURED["joining"]["join"], MEASURED["threads"]["times_as_fast_with_two"].values()
+    join = MEASURED["joining"]["join"]
+    faster = MEASURED["threads"]["times_as_fast_with_two"].values()
     for span, share in join["merged"].items():
         assert cost.MERGED[int(span)] == pytest.approx(share / join["changed"], rel=TABLE_TOLERANCE)
     assert (min(faster), max(faster)) == pytest.approx(cost.TWO_THREADS, rel=0.15)
@@ -171,7 +177,8 @@ def test_a_long_run_takes_at_most_seven_requests_a_version_log_jumps_and_anchors
 
 def test_requests_per_version_of_several_ranks(hub, hub_env, tmp_path):
     """Of a version after one with parts, whose keys a reader predicts."""
-    url, ranks = f"hf://buckets/team/{uuid4().hex}", 3
+    url = f"hf://buckets/team/{uuid4().hex}"
+    ranks = 3
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     main = RunWriter(open_bucket(url, create=True), RUN, model="m", assets=None)
     anchor = AnchorRef(version=0, files=tuple(main.put_weights(0, [tmp_path / "model.safetensors"])))
@@ -183,7 +190,8 @@ def test_requests_per_version_of_several_ranks(hub, hub_env, tmp_path):
     watcher.poll()
     watcher.mark_used()
     for version in (1, 2):
-        parts, receipts = list[DeltaRef](), dict[str, str]()
+        parts = list[DeltaRef]()
+        receipts = dict[str, str]()
         others = [PartWriter(main.reader, main.writer, None, f".r{rank}") for rank in range(1, ranks)]
         for each in (main, *others):
             data = os.urandom(100)
@@ -255,7 +263,8 @@ def test_the_parts_of_a_version_are_read_together_with_its_manifest(s3_env, capl
 @pytest.mark.parametrize("latency", MEASURED["hub"]["latencies"])
 def test_seconds_over_the_hub_are_those_that_bench_measured(latency):
     measured = MEASURED["hub"]["latencies"][latency]
-    published, polled = measured["hand-over to HEAD"], measured["HEAD to staged, 1 follower, polling"]
+    published = measured["hand-over to HEAD"]
+    polled = measured["HEAD to staged, 1 follower, polling"]
     notified = measured["HEAD to staged, 1 follower, events"]
     plan = Plan(Question(MEASURED["hub"]["weights"], 0.01, replicas=1, link=1e9, latency=float(latency)))
     assert published["in_turn"] == published["requests"] == cost.PUBLISHING["all"]

@@ -195,9 +195,12 @@ def test_what_the_newest_and_young_versions_name_stays_whatever_the_budget(run):
 def test_objects_on_their_way_stay_and_orphans_go(run):
     """A writer that died left version 30's; the one that is alive is about to publish the next."""
     newest = run.manifest()
-    owner, dead = Writer(newest.writer_term, newest.writer), Writer(1, "f" * 32)
-    coming, offered = run.keys.delta(VERSIONS + 1, owner), run.keys.jump(40, 48, dead)
-    orphan, fresh = run.keys.delta(30, dead), run.keys.anchor(31, dead, "model.safetensors")
+    owner = Writer(newest.writer_term, newest.writer)
+    dead = Writer(1, "f" * 32)
+    coming = run.keys.delta(VERSIONS + 1, owner)
+    offered = run.keys.jump(40, 48, dead)
+    orphan = run.keys.delta(30, dead)
+    fresh = run.keys.anchor(31, dead, "model.safetensors")
     for key in (coming, offered, orphan, fresh):
         run.bucket.put(key, b"x")
         age = 600 * VERSIONS - (60 if key == fresh else 2 * HOUR)
@@ -225,7 +228,8 @@ def test_a_gc_that_is_killed_is_finished_by_the_next(run, tmp_path):
 
 
 def test_gc_says_what_it_would_delete_and_why_and_deletes_it(run):
-    url, before = f"{run.bucket.url}#{RUN}", keys(run)
+    url = f"{run.bucket.url}#{RUN}"
+    before = keys(run)
     dry = command("gc", url, "--keep", "800KB", "--dry-run")
     assert (dry.code, dry.complaint, keys(run)) == (0, "", before)
     *lines, summary = dry.output.splitlines()

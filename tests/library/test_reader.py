@@ -79,8 +79,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(("poked", "at_once"), [(False, 3), (True, 4)])
 def test_all_of_the_next_version_is_read_at_once(tmp_path: Path, poked: bool, at_once: int) -> None:
     """HEAD, manifest and delta. After a poke, the look whether HEAD changed does not come first, either."""
-    run, reader = Drifting(tmp_path, run=RUN), reader_of(tmp_path)
-    watcher, seen, together = Watcher(reader, poll_s=0.0), list[Manifest](), threading.Barrier(at_once)
+    run = Drifting(tmp_path, run=RUN)
+    reader = reader_of(tmp_path)
+    watcher = Watcher(reader, poll_s=0.0)
+    seen = list[Manifest]()
+    together = threading.Barrier(at_once)
     assert watcher.check(seen.append)
     run.step()
     reader.bucket.url = "hub"  # a folder would be read without threads
@@ -95,8 +98,10 @@ def test_all_of_the_next_version_is_read_at_once(tmp_path: Path, poked: bool, at
 
 
 def test_a_head_that_was_read_before_a_listing_is_not_taken_for_the_listed_one(tmp_path: Path) -> None:
-    run, reader = Drifting(tmp_path, run=RUN), reader_of(tmp_path)
-    watcher, seen = Watcher(reader, poll_s=0.0), list[Manifest]()
+    run = Drifting(tmp_path, run=RUN)
+    reader = reader_of(tmp_path)
+    watcher = Watcher(reader, poll_s=0.0)
+    seen = list[Manifest]()
     assert watcher.check(seen.append)
     reader.bucket.url = "hub"  # nothing is read ahead from a folder
     run.step()
@@ -194,7 +199,8 @@ def killed(url: str, assets: Path, last: int) -> None:
 
 def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_path):
     """-9 after each object: HEAD can be rebuilt, the next trainer goes on. A folder shows no half object."""
-    url, assets = (tmp_path / "bucket").as_uri(), tmp_path / "assets"
+    url = (tmp_path / "bucket").as_uri()
+    assets = tmp_path / "assets"
     assets.mkdir()
     (assets / "config.json").write_text("{}")
     early = (tmp_path / "early").as_uri()
@@ -202,7 +208,9 @@ def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_pa
     assert RunReader(open_bucket(early), RUN).newest() is None
     killed(url, assets, BASE)
     reader = RunReader(open_bucket(url), RUN)
-    newest, decided = 0, 0  # the second: its manifest is whole, and HEAD did not move any more
+    # the second: its manifest is whole, and HEAD did not move any more
+    newest = 0
+    decided = 0
     for last in range(1, max(HEADS) + 1):
         killed(url, assets, last)
         newest += decided + sum(last >= head for head in HEADS)
@@ -219,7 +227,8 @@ class Turns:
     """Threads go one store operation at a time, in an order that is drawn from a seed."""
 
     def __init__(self, seed: int, threads: int) -> None:
-        self._random, self._running = random.Random(seed), threads
+        self._random = random.Random(seed)
+        self._running = threads
         self._waiting: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
 
@@ -243,7 +252,8 @@ class InTurns:
     """A bucket whose every operation waits for its turn."""
 
     def __init__(self, bucket: Any, wait: Callable[[], None]) -> None:
-        self._bucket, self._wait = bucket, wait
+        self._bucket = bucket
+        self._wait = wait
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._bucket, name)
@@ -282,13 +292,15 @@ def test_a_checkout_fetches_all_deltas_together_and_after_a_failure_no_anchor_ag
 
 def test_a_checkout_replaces_weights_that_are_divided_into_other_files(tmp_path):
     """As with --force, and as `verify` does: a loader would take what is left of the other checkpoint."""
-    folder, names = tmp_path / "out", []
+    folder = tmp_path / "out"
+    names = []
     for number, files in enumerate((forged.sound(), forged.sound_parts(), forged.sound())):
         reader = RunReader(open_bucket(forged.written(files, tmp_path / f"{number}")), forged.RUN)
         state = reader.checkout(reader.manifest(), folder)
         assert dict(read_bits(folder)).keys() == state.keys()
         names.append(sorted(path.name for path in folder.glob("*.safetensors*")))
-    one, parts = ["model.safetensors"], [f"model-{part:05d}-of-00002.safetensors" for part in (1, 2)]
+    one = ["model.safetensors"]
+    parts = [f"model-{part:05d}-of-00002.safetensors" for part in (1, 2)]
     assert names == [one, [*parts, "model.safetensors.index.json"], one]
 
 
@@ -328,7 +340,8 @@ def test_whatever_the_order_of_their_requests(tmp_path: Path) -> None:
     weights.write_bytes(b"weights")
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
     for seed in range(SCHEDULES):
-        run, trainers = f"run{seed}", 2 + seed % 2
+        run = f"run{seed}"
+        trainers = 2 + seed % 2
         if seed % 4 > 1:
             publish(bucket, run, weights, 2)
         turns = Turns(seed, trainers)

@@ -45,7 +45,8 @@ def test_a_manifest_survives_the_wire_and_half_of_one_is_refused():
 
 @pytest.mark.parametrize("deltas", [[1, 3], [3], [4, 5], [2, 1]])
 def test_a_chain_with_a_gap_is_refused(deltas):
-    good, (delta, *_) = dict(manifest_of(3, 1)) | {"seal": ""}, manifest_of(3, 2).deltas
+    good = dict(manifest_of(3, 1)) | {"seal": ""}
+    (delta, *_) = manifest_of(3, 2).deltas
     found = [delta.model_copy(update={"base": v - 1, "version": v}) for v in deltas]
     with pytest.raises(ValueError, match=r"do not lead|nothing leads"):
         Manifest(**good | {"deltas": found})
@@ -228,7 +229,8 @@ def run_of(newest: int, strides: tuple[int, ...]) -> tuple[tuple[DeltaRef, ...],
 @pytest.mark.parametrize("newest", [1, 64, 65, 1000])
 def test_a_manifest_names_what_joiners_and_replicas_a_little_behind_need_and_little_else(newest):
     deltas, jumps = run_of(newest, (8, 64))
-    everything, named = deltas + jumps, sum(links_for(anchor(0, 100), deltas, jumps, newest), ())
+    everything = deltas + jumps
+    named = sum(links_for(anchor(0, 100), deltas, jumps, newest), ())
     assert len(named) <= WINDOW + 18 + newest // 64
     for held in (None, *range(max(0, newest - WINDOW), newest + 1, 7)):
         way, best = (cheapest_recipe(anchor(0, 100), some, newest, held) for some in (named, everything))

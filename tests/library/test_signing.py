@@ -24,8 +24,10 @@ from delta_weight_sync.signing import (
 from tests.cli.command import command
 from tests.support.real_run import Drifting
 
-PAIR, OTHER = new_pair(), new_pair()
-SIGNING, PUBLIC = SigningKey(PAIR[SIGNING_KEY]), PAIR[PUBLIC_KEY]
+PAIR = new_pair()
+OTHER = new_pair()
+SIGNING = SigningKey(PAIR[SIGNING_KEY])
+PUBLIC = PAIR[PUBLIC_KEY]
 HEAD = Head(run="a", born=1.5, version=None, manifest=None, writer_term=1, writer="0" * 32)
 
 

@@ -147,7 +147,8 @@ _SHOWN = 24  # changes
 
 
 def head() -> str:
-    writer, keys = Writer(1, "0123456789abcdef" * 2), Keys("demo")
+    writer = Writer(1, "0123456789abcdef" * 2)
+    keys = Keys("demo")
     manifest = FileRef(key=keys.manifest(7, writer), size=2, sha256=_sha256(b"{}"))
     version = {"version": 7, "manifest": manifest, "writer_term": writer.term, "writer": writer.id}
     sealed = Head(run="demo", born=1.75e9, **version)
@@ -218,7 +219,9 @@ def words() -> str:
 
 
 def digest() -> str:
-    zeros, small, long = np.zeros(3, np.uint16), _numbers(0x3F80, 0, 0x8000), np.arange(5000, dtype=np.uint16)
+    zeros = np.zeros(3, np.uint16)
+    small = _numbers(0x3F80, 0, 0x8000)
+    long = np.arange(5000, dtype=np.uint16)
     rows = [
         ("w = [0000 0000 0000]", {"w": zeros}),
         ("w = [3f80 0000 8000]", {"w": small}),
@@ -245,7 +248,8 @@ def bands() -> str:
 def planes() -> str:
     """Changes side by side, steps of every size, and words that have nothing to do with the old ones."""
     at = np.arange(512)
-    old, uneven = np.full(512, 0x3C00, np.uint16), (at * 2654435761 >> 7 & 0xFFFF).astype(np.uint16)
+    old = np.full(512, 0x3C00, np.uint16)
+    uneven = (at * 2654435761 >> 7 & 0xFFFF).astype(np.uint16)
     steps = np.tile([1, -1, 300, 0, 2, -2, -300, 1], 64)
     examples = {
         "mask": (old, old + (at // 32 % 4 == 1).astype(np.uint16)),

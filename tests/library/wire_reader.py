@@ -138,14 +138,16 @@ def apply_delta(data: bytes, weights: Weights) -> None:
     metadata = header["__metadata__"]
     assert metadata["format"] == DELTA_FORMAT
     assert int(metadata["base"]) < int(metadata["version"])
-    table, groups = json.loads(metadata["tensors"]), json.loads(metadata["groups"])
+    table = json.loads(metadata["tensors"])
+    groups = json.loads(metadata["groups"])
     for order, group in enumerate(groups):
         names = [name for name, _, _, member in table if member == order]
         streams = {key.split(".")[1]: c for key, c in content.items() if key.split(".")[0] == str(order)}
         new = decode_group(group, streams, [w for name in names for w in weights[name]])
         for name in names:
             size = len(weights[name])
-            weights[name], new = new[:size], new[size:]
+            weights[name] = new[:size]
+            new = new[size:]
 
 
 def mix(i: int) -> int:

@@ -34,7 +34,8 @@ from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.vllm import memory as live_memory
 
-TOKENS, BLOCK = 8, 32
+TOKENS = 8
+BLOCK = 32
 PROMPTS = [[5 + i, 6, 7] * 4 for i in range(3)]
 LONG = [3 + 37 * i % 200 for i in range(2 * BLOCK)]
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -139,7 +140,8 @@ def labels(engine: Engine) -> Iterator[dict[str, Any]]:
     """All prompts side by side; after each number of steps the final norm is halved, as version "new"."""
     norm = engine.model.model.norm.weight.data
     for commit_after in (None, *range(1, TOKENS)):
-        before, under_way = norm.clone(), 0
+        before = norm.clone()
+        under_way = 0
         engine.core._weight_version = "old"
         engine.forget()
         for prompt in PROMPTS:
@@ -160,7 +162,9 @@ def labels(engine: Engine) -> Iterator[dict[str, Any]]:
 
 def commits(engine: Engine, folder: Path, digest: str) -> dict[str, Any]:
     """A commit with the wrong digest, one whose last write goes wrong, and a good one."""
-    memory, answers, deltas = engine.memory(), engine.answers(), [str(folder / "delta")]
+    memory = engine.memory()
+    answers = engine.answers()
+    deltas = [str(folder / "delta")]
     found: dict[str, Any] = {"before": answers}
     found["wrong_digest"] = refused(lambda: engine.take("0" * 16, "1", deltas=deltas))
     put = live_memory._put

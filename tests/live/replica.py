@@ -35,8 +35,11 @@ class Server:
     status_path = "/delta_weight_sync/status"
 
     def __init__(self, command: list[str], environ: Mapping[str, str], log: Path, port: int) -> None:
-        self.port, self.url = port, f"http://127.0.0.1:{port}"
-        self._command, self._environ, self._log = command, environ, log
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = command
+        self._environ = environ
+        self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         (log.parent / ".lock").touch(0o600)  # as if a replica had used the folder; others may hold no files
 

@@ -26,7 +26,8 @@ class Trainer:
     def __init__(
         self, url: str, base: Path, encoding: Encoding = "fast", keys: Mapping[str, str] | None = None
     ) -> None:
-        self.bucket, self._keys = open_bucket(url, create=True), keys or {}
+        self.bucket = open_bucket(url, create=True)
+        self._keys = keys or {}
         self.log = RunLogWriter(self.bucket, "live", WRITER)
         self.writer = self.take_over(base)
         self.publisher = Outbox(self.writer, self.log, encoding=encoding)

@@ -19,12 +19,14 @@ pytestmark = pytest.mark.live
 
 PROMPT = [3 + 37 * i % 200 for i in range(2 * BLOCK)]
 LONG = 800  # tokens
-CLIENTS, COMMITS = 16, 4
+CLIENTS = 16
+COMMITS = 4
 
 
 def test_every_request_in_flight_finishes_through_a_stream_of_commits(trainer, replica):
     """Clients ask without a break, so whenever a commit comes some of them are being answered."""
-    first, enough = trainer.publisher.version, Event()
+    first = trainer.publisher.version
+    enough = Event()
     with ThreadPoolExecutor(CLIENTS) as pool:
         asked = [pool.submit(ask_until, enough, replica, [*PROMPT, i]) for i in range(CLIENTS)]
         for _ in range(COMMITS):

@@ -31,7 +31,8 @@ def folder(tmp_path_factory):
     """A checkpoint, one that differs in some of every tensor, and the deltas between them."""
     folder = tmp_path_factory.mktemp("engine")
     tiny.build(folder / "base", tie=True, seed=0)
-    base, rng = dict(read_bits(folder / "base")), np.random.default_rng(0)
+    base = dict(read_bits(folder / "base"))
+    rng = np.random.default_rng(0)
     new = {name: moved(bits, rng) for name, bits in base.items()}
     shutil.copytree(folder / "base", folder / "next", ignore=shutil.ignore_patterns("*.safetensors"))
     shapes = {name: bits.shape for name, bits in new.items()}

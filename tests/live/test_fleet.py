@@ -24,13 +24,16 @@ from tests.trainer.test_fleet import listed
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
 POLICY = Path(trainer.policies.__file__).parent / "wordle-tiny"
-STEPS, GAMES, STALE = 30, 32, 3
+STEPS = 30
+GAMES = 32
+STALE = 3
 OPTIONS = f"--max_steps {STEPS} --per_device_train_batch_size {GAMES} --max_staleness {STALE} --use_cpu true"
 
 
 def test_games_go_on_while_replicas_die_and_join(tmp_path):
     (tmp_path / "bucket").mkdir()
-    url, file = (tmp_path / "bucket").as_uri(), tmp_path / "replicas"
+    url = (tmp_path / "bucket").as_uri()
+    file = tmp_path / "replicas"
     names = [f"replica-{number}" for number in range(6)]
     replicas = [Replica(url, "fleet", tmp_path / name, name=name, max_model_len=256) for name in names]
     log = RunLogReader(open_bucket(url), "fleet")

@@ -17,7 +17,9 @@ from tests.support.waiting import soon
 
 pytestmark = [pytest.mark.live, pytest.mark.long]  # two processes import vLLM, three times
 
-DELTAS, LONG, BLOCK = 10, 400, 32
+DELTAS = 10
+LONG = 400
+BLOCK = 32
 SHARED = [3 + 37 * i % 200 for i in range(2 * BLOCK)]  # whole blocks, which a vLLM would find again
 MODES = {"between two steps": "0", "while it is paused": "1"}
 ASKED = [*PROMPTS, SHARED]
@@ -34,7 +36,8 @@ def test_ten_deltas_answer_as_a_fresh_load(how, trainer, tmp_path, monkeypatch, 
     if how == "between two steps" and not hooks.IN_STEP.works():
         pytest.skip("this vLLM cannot")
     monkeypatch.setenv("DELTA_WEIGHT_SYNC_PAUSE", MODES[how])
-    run, reader = f"{trainer.bucket.url}#live", RunReader(trainer.bucket, "live")
+    run = f"{trainer.bucket.url}#live"
+    reader = RunReader(trainer.bucket, "live")
     for name in ("vllm", "fresh"):
         (tmp_path / name).mkdir()
     options = {"max-model-len": 512, "block-size": BLOCK}

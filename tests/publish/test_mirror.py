@@ -56,7 +56,8 @@ def diff(kept: Mirror, tensor: torch.Tensor, block: Block | None = None) -> Patc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_diff_leads_from_the_old_bits_to_the_new_ones(dtype):
     old, new = pairs(dtype)
-    was, now = to_bits(old), to_bits(new)
+    was = to_bits(old)
+    now = to_bits(new)
     kept = Mirror()
     kept.add("w", old)
     patch = diff(kept, new)
@@ -78,12 +79,14 @@ LAYOUTS = {
 def test_any_layout_in_memory_is_the_same_parameter(layout):
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(30, 14, generator=generator)
-    kept, plain = Mirror(), Mirror()
+    kept = Mirror()
+    plain = Mirror()
     kept.add("w", layout(values))
     plain.add("w", layout(values).contiguous())
     values += 0.01 * torch.randn(values.shape, generator=generator)
     assert not np.array_equal(kept.bits("w"), to_bits(layout(values)))
-    found, expected = diff(kept, layout(values)), diff(plain, layout(values).contiguous())
+    found = diff(kept, layout(values))
+    expected = diff(plain, layout(values).contiguous())
     np.testing.assert_array_equal(found.index, expected.index)
     np.testing.assert_array_equal(found.ulps, expected.ulps)
     np.testing.assert_array_equal(kept.bits("w"), to_bits(layout(values)))
@@ -104,7 +107,8 @@ def test_a_block_is_compared_and_taken_over_where_it_lies(box):
     given the block alone, another takes the patch that this found.
     """
     values = torch.randn(box.shape)
-    ours, theirs = Mirror(), Mirror()
+    ours = Mirror()
+    theirs = Mirror()
     for kept in (ours, theirs):
         kept.add("w", values)
     before = ours.bits("w").copy()
@@ -119,9 +123,11 @@ def test_a_block_is_compared_and_taken_over_where_it_lies(box):
 
 def test_what_was_found_is_in_the_mirror_only_once_it_is_kept():
     """Until then the publisher's thread reads the bits that were handed over before."""
-    kept, new = Mirror(), torch.tensor([1.0, 3.0])
+    kept = Mirror()
+    new = torch.tensor([1.0, 3.0])
     kept.add("w", torch.tensor([1.0, 2.0]))
-    before, digest = kept.bits("w").copy(), kept.digest
+    before = kept.bits("w").copy()
+    digest = kept.digest
     found = find(kept, [Part("w", new, Block.whole(new.shape), True)])
     np.testing.assert_array_equal(kept.bits("w"), before)
     assert kept.digest == digest

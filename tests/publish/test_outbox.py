@@ -74,7 +74,8 @@ def test_a_failing_upload_is_repeated_and_nothing_is_lost(
     make_run, tmp_path, monkeypatch, caplog, part, stored
 ):
     run = make_run()
-    put, failures = run.reader.bucket.put, [3]
+    put = run.reader.bucket.put
+    failures = [3]
 
     def failing_put(key: str, data: bytes | Path) -> None:
         if part not in key or not failures[0]:
@@ -98,7 +99,9 @@ def test_a_failing_upload_is_repeated_and_nothing_is_lost(
 def test_a_published_version_never_changes_its_content(make_run_anywhere, monkeypatch):
     """HEAD was stored but the answer was lost: replicas may serve that version, so it must stay."""
     run = make_run_anywhere()
-    put, seen, lost = run.reader.bucket.put, {}, [2]
+    put = run.reader.bucket.put
+    seen = {}
+    lost = [2]
 
     def put_without_answer(key: str, data: bytes | Path) -> None:
         put(key, data)
@@ -148,7 +151,9 @@ def test_a_run_whose_files_are_damaged_goes_on_with_a_new_anchor(make_run, tmp_p
 
 def test_a_pin_is_answered_while_the_version_is_stored_but_still_in_flight(make_run, monkeypatch):
     """The thread that published the version makes no further announcement that could answer the pin."""
-    run, stored, go_on = make_run(), threading.Event(), threading.Event()
+    run = make_run()
+    stored = threading.Event()
+    go_on = threading.Event()
     monkeypatch.setattr(run.outbox.shortcuts, "add", lambda *_: stored.set() or go_on.wait(60))
     run.move()
     run.publish()
@@ -181,7 +186,8 @@ def test_pending_updates_are_undone_in_one_pass():
             self.times += 1
             return super().__iter__()
 
-    old, names = np.zeros(2, np.uint16), [f"expert.{i}" for i in range(2000)]
+    old = np.zeros(2, np.uint16)
+    names = [f"expert.{i}" for i in range(2000)]
     once = [Walked(codec.diff(name, old + step, old + step + 1) for name in names) for step in (0, 1)]
     pending = [
         PendingUpdate(patches, digest="", own="", sync=0, created_at=0.0, diff_s=0.0) for patches in once
@@ -310,12 +316,14 @@ def test_weights_that_cannot_hold_every_published_one_are_refused():
 def test_a_sync_without_a_version_of_its_own_is_restored_too(tmp_path: Path):
     """The link is slow, so syncs 2 to 4 become one version."""
     (tmp_path / "config.json").write_text("{}")
-    url, up = f"{tmp_path.as_uri()}/bucket#run", threading.Event()
+    url = f"{tmp_path.as_uri()}/bucket#run"
+    up = threading.Event()
     weights = {"a": torch.ones(50, 40), "b": torch.ones(9)}
     handed_over = {}
     with Publisher(url, tmp_path) as publisher:
         publisher.publish(weights.items())
-        past, put = publisher.keep_undo_log(SYNCS), publisher._writer.put_delta
+        past = publisher.keep_undo_log(SYNCS)
+        put = publisher._writer.put_delta
         publisher._writer.put_delta = lambda *arguments: (up.wait(PATIENCE_S), put(*arguments))[1]
         for sync in range(2, SYNCS + 1):
             weights["a"][sync] += 0.1
@@ -325,7 +333,8 @@ def test_a_sync_without_a_version_of_its_own_is_restored_too(tmp_path: Path):
         up.set()
         newest = publisher.flush()
     assert newest.version < SYNCS - 1
-    rolled, at = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}, SYNCS
+    rolled = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    at = SYNCS
     for sync in (3, 2, 4, 5):
         past.roll(rolled, at, sync)
         at = sync

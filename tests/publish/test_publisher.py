@@ -63,7 +63,8 @@ def checkout(url: str, folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_a_run_is_published_in_three_lines_and_each_version_told_once_a_reader_finds_it(url, base, tmp_path):
-    weights, told = trained(base), []
+    weights = trained(base)
+    told = []
 
     def tell(manifest):
         told.append((manifest.version, open_run(url).manifest().version))
@@ -185,7 +186,9 @@ def test_versions_that_do_not_arrive_are_said_at_once_and_again_and_the_first_er
 ):
     monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.01)
     monkeypatch.setattr("delta_weight_sync.publish.outbox._REMIND_S", 0.0)
-    publisher, tries, again = Publisher(url, base), itertools.count(1), threading.Event()
+    publisher = Publisher(url, base)
+    tries = itertools.count(1)
+    again = threading.Event()
 
     def full(*_: object) -> None:
         if (number := next(tries)) > 9:

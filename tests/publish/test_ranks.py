@@ -70,8 +70,12 @@ def publisher(folder: Path, **options: Any) -> Publisher:
 
 def count(rank: int, folder: Path) -> None:
     """Publish three versions; note what this rank diffs, keeps, encodes and uploads of weights."""
-    diffed, encoded, sent = [0], [0], [0]
-    add, encode, put = mirror.Search.add, codec.encode, FileBucket._put
+    diffed = [0]
+    encoded = [0]
+    sent = [0]
+    add = mirror.Search.add
+    encode = codec.encode
+    put = FileBucket._put
 
     def counted_add(self: mirror.Search, part: mirror.Part) -> None:
         diffed[0] += part.tensor.numel()
@@ -191,7 +195,8 @@ def test_a_rank_that_dies_at_any_moment_leaves_a_whole_version_and_others_go_on(
     """Lives of two, three and one process follow one another in one run, which stays whole to the end."""
     assert start(live, 3, tmp_path, 0, "", -1) == [0] * 3
     for number, (fault, victim) in enumerate(KILLED, 1):
-        begin, size = 10 * number, 2 + number % 2
+        begin = 10 * number
+        size = 2 + number % 2
         codes = start(live, size, tmp_path, begin, fault, victim)
         assert codes == [9 if rank == victim else 0 for rank in range(size)], fault
         newest = reader_of(tmp_path).newest()

@@ -104,7 +104,8 @@ def step(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
 def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return gradient
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     if all(type(p) in (Shard, Replicate) for p in placements):
         return distribute_tensor(gradient, mesh, placements)
     data, tensor = mesh.get_coordinate()  # FSDP over tensor parallelism splits what that has split
@@ -210,8 +211,10 @@ def _rank(rank: int, folder: Path, layout: str, jobs: list[str]) -> None:
 
 def published(folder: Path) -> list[tuple[int, str, dict[str, Any]]]:
     """Number, digest and changes of each version, oldest first."""
-    reader, found = RunReader(open_bucket((folder / "bucket").as_uri()), "run"), list[Any]()
-    manifests, scratch = [*reader.versions()][::-1], Path(tempfile.mkdtemp(dir=folder))
+    reader = RunReader(open_bucket((folder / "bucket").as_uri()), "run")
+    found = list[Any]()
+    manifests = [*reader.versions()][::-1]
+    scratch = Path(tempfile.mkdtemp(dir=folder))
     state = reader.checkout(manifests[0], scratch)
     assert to_hex(state_digest(state)) == manifests[0].digest
     shapes = {name: bits.shape for name, bits in state.items()}
@@ -273,7 +276,8 @@ def assert_restores(folder: Path, before: int) -> None:
         step(model, optimizer, number)
     with _publisher(folder) as publisher:
         assert publisher.restore(restored.named_parameters(), other) == {"step": STEPS}
-    expected, found = model.state_dict() | optimizer.state_dict(), restored.state_dict() | other.state_dict()
+    expected = model.state_dict() | optimizer.state_dict()
+    found = restored.state_dict() | other.state_dict()
     torch.testing.assert_close(expected, found, rtol=0, atol=0)
     damaged = max((folder / "bucket").glob("runs/run/state/*/*"))  # of the newest state, the last rank's
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
@@ -285,7 +289,8 @@ def assert_restores(folder: Path, before: int) -> None:
 def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
     """In the base, where ranks gather whole tensors, and later, where they send changes."""
     first, second = spawn(2, "fsdp", tmp_path, ["fast:0:0", "fast:1:0", "fast:0:2", "fast:1:2"])
-    own, told = "MemoryError: no room", "PeerError: rank {} of the trainer stopped the run: {}"
+    own = "MemoryError: no room"
+    told = "PeerError: rank {} of the trainer stopped the run: {}"
     assert first == [own, told.format(1, own), own, told.format(1, own)]
     assert second == [told.format(0, own), own, told.format(0, own), own]
 

@@ -242,7 +242,8 @@ def test_an_object_that_is_not_a_states_is_skipped(url, base, caplog):
     bucket = open_bucket(url.partition("#")[0])
     newest = max(info.key for info in bucket.list("runs/run/state/") if info.key.endswith(".json"))
     record = StateRecord.model_validate_json(bucket.get(newest))
-    key, data = record.ranks[0].key, safetensors.torch.save({"weight/0.weight": torch.ones(30, 8)})
+    key = record.ranks[0].key
+    data = safetensors.torch.save({"weight/0.weight": torch.ones(30, 8)})
     bucket.put(key, data)
     ranks = (FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest()),)
     kept = record.model_dump(exclude={"seal", "signature", "ranks"})

@@ -99,7 +99,8 @@ def test_a_store_that_takes_connections_and_never_answers_holds_nothing(
 
 
 def test_a_request_and_a_thread_that_never_end_do_not_hold_a_server(tmp_path: Path) -> None:
-    port, environ = free_port(), os.environ | {"TMPDIR": str(tmp_path)}
+    port = free_port()
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", STUCK, str(port)], cwd=ROOT, env=environ)
     answered = False
     while not answered:

@@ -17,7 +17,9 @@ from delta_weight_sync.store import SMALL, Bucket, open_bucket
 from tests.support.real_run import RealRun
 
 SECRET = b"HF_TOKEN=hf_planted"
-DELTAS, KEY, GIB = "runs/r/deltas", "runs/r/x", 1 << 30
+DELTAS = "runs/r/deltas"
+KEY = "runs/r/x"
+GIB = 1 << 30
 DELTA = f"{DELTAS}/00000001.t1-aaaaaaaa.safetensors"
 KINDS = {  # the key that is a link, where the link leads, and the key of the secret behind it
     "file": (DELTA, "environ", DELTA),
@@ -186,7 +188,8 @@ def test_a_term_after_which_none_comes_is_named(run: RealRun) -> None:
 
 @pytest.mark.finding(12)
 def test_numbers_of_hundreds_of_digits_are_no_part_of_a_run(run: RealRun) -> None:
-    bucket, nines = run.reader.bucket, "9" * 180
+    bucket = run.reader.bucket
+    nines = "9" * 180
     for key in (f"heads/{nines}.{'f' * 32}.json", f"manifests/{nines}.t1-{'f' * 8}.json"):
         bucket.put(f"runs/r/{key}", b"{}")
     assert run.reader.manifest().version == 1

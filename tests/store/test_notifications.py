@@ -44,7 +44,8 @@ def notice(clock: Clock, quota: Quota) -> Notifications:
 
 def looks(notice, clock, seconds, turn_s=1.0, poll_s=1.0) -> int:
     """Looks of a program that takes a turn every `turn_s`."""
-    count, end = 0, clock.now + seconds
+    count = 0
+    end = clock.now + seconds
     while clock.now < end:
         count += notice.due(poll_s) is not None
         clock.now += turn_s
@@ -191,7 +192,8 @@ def test_a_burst_of_requests_for_one_version_does_not_slow_polling(clock, quota)
     assert quota.interval(1.0) == 1.0
 
 
-HEADS, HEAD = "runs/demo/heads/", "runs/demo/heads/00000001.json"
+HEADS = "runs/demo/heads/"
+HEAD = "runs/demo/heads/00000001.json"
 FEED = "GET /api/buckets/.*/events"
 
 
@@ -305,7 +307,8 @@ def test_without_a_feed_the_clock_says_when_to_look(bucket, hub, fault):
 
 
 def test_a_hub_that_asks_for_a_pause_gets_it(bucket, hub, monkeypatch):
-    feed, pauses = bucket.notifications(HEADS), []
+    feed = bucket.notifications(HEADS)
+    pauses = []
     hub.fault(FEED, times=1, status=429, headers={"Retry-After": "44"})
     hub.fault(FEED, times=1, status=503, headers={"RateLimit": '"api";r=0;t=280'})
     hub.fault(FEED, times=1, status=429, headers={"Retry-After": "86400"})
@@ -344,7 +347,8 @@ def test_a_shared_quota_slows_polling_and_ends_in_a_pause(bucket, hub, monkeypat
     monkeypatch.setattr("delta_weight_sync.store.notifications.MEASURED_S", 0.0)
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
     hub.limit(files=20, window_s=1e6)
-    feed, other = bucket.notifications(HEADS), open_bucket(f"hf://buckets/{name(bucket)}/other")
+    feed = bucket.notifications(HEADS)
+    other = open_bucket(f"hf://buckets/{name(bucket)}/other")
     paces = []
     for _ in range(5):
         bucket.stat(HEAD)

@@ -22,8 +22,10 @@ class CountedBucket:
     """Passes everything on to a bucket, and counts the calls by method and the downloads by key."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.bucket, self.url = bucket, bucket.url
-        self.asked, self.fetched = Counter[str](), Counter[str]()
+        self.bucket = bucket
+        self.url = bucket.url
+        self.asked = Counter[str]()
+        self.fetched = Counter[str]()
 
     def __getattr__(self, name: str):
         self.asked[name] += 1

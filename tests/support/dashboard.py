@@ -20,15 +20,19 @@ class RecordedControls:
     """A replica's controls; the run has versions up to 9."""
 
     def __init__(self) -> None:
-        self.paused, self.pinned, self.calls = False, None, list[str]()
+        self.paused = False
+        self.pinned = None
+        self.calls = list[str]()
 
     def pause(self) -> None:
         self.calls.append("pause")
-        self.paused, self.pinned = True, None
+        self.paused = True
+        self.pinned = None
 
     def resume(self) -> None:
         self.calls.append("resume")
-        self.paused, self.pinned = False, None
+        self.paused = False
+        self.pinned = None
 
     def pin(self, version: int) -> None:
         if version > 9:

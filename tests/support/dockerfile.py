@@ -22,7 +22,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 CHECKOUT = Path(__file__).parents[2]
-VENV, CONTEXT, LINKED = Path("/image"), Path("/context"), Path("/opt/linked-packages")
+VENV = Path("/image")
+CONTEXT = Path("/context")
+LINKED = Path("/opt/linked-packages")
 _INSTRUCTION = re.compile(r"(?m)^([A-Z]+)\s+((?:.*\\\n)*.*)$")
 
 
@@ -135,7 +137,8 @@ def link(library: Path, names: tuple[str, ...], without: set[str]) -> None:
 
 def requirements(names: tuple[str, ...]) -> set[str]:
     """The installed distributions that these need to run, themselves included."""
-    found, left = set[str](), [Requirement(name) for name in names]
+    found = set[str]()
+    left = [Requirement(name) for name in names]
     while left:
         wanted = left.pop()
         try:

@@ -21,7 +21,10 @@ class Mortal:
     """
 
     def __init__(self) -> None:
-        self.starts, self.asked, self.compared, self._alive = 0, 0, 0, False
+        self.starts = 0
+        self.asked = 0
+        self.compared = 0
+        self._alive = False
         self._read: dict[str, bytes] = {}
 
     def describe(self) -> str:
@@ -36,7 +39,8 @@ class Mortal:
 
     def start(self, checkpoint: Path) -> None:
         self._read = _assets(checkpoint)
-        self.bits, self._alive = dict(read_bits(checkpoint)), True
+        self.bits = dict(read_bits(checkpoint))
+        self._alive = True
         self.starts += 1
 
     def stop(self) -> None:
@@ -73,7 +77,8 @@ class Mortal:
     def commit(self, digest: str, label: str) -> tuple[float, float, float]:
         if to_hex(state_digest(self._new)) != digest:
             raise EngineError("other weights than were published")
-        self.bits, self.label = self._new, label
+        self.bits = self._new
+        self.label = label
         return 0.0, 0.0, time.time()
 
     def relabel(self, label: str) -> None:

@@ -25,11 +25,13 @@ def parted(reader: RunReader) -> dict[str, bytes]:
     """Key -> content of an unsigned run; the tensors are dealt out to the two ranks in turn."""
     there = {info.key: reader.bucket.get(info.key) for info in reader.bucket.list(reader.keys.folder)}
     files = {key: data for key, data in there.items() if version_key(key) is None}
-    states, parent = dict[int, dict[str, Bits]](), None
+    states = dict[int, dict[str, Bits]]()
+    parent = None
     for old in [*reader.versions()][::-1]:
         with tempfile.TemporaryDirectory() as folder:
             states[old.version] = reader.checkout(old, Path(folder))
-        writer, found = Writer(old.writer_term, old.writer), list[tuple[DeltaRef, ...]]()
+        writer = Writer(old.writer_term, old.writer)
+        found = list[tuple[DeltaRef, ...]]()
         for refs in (old.deltas, old.jumps):
             parts = [_parts(ref, states[ref.base], states[ref.version]) for ref in refs]
             files |= {ref.key: data for part in parts for ref, data in part}
@@ -64,7 +66,9 @@ def _parts(ref: DeltaRef, old: dict[str, Bits], new: dict[str, Bits]) -> list[tu
 
 
 def _shards(state: dict[str, Bits]) -> dict[str, bytes]:
-    files, index, shapes = dict[str, bytes](), dict[str, str](), {n: bits.shape for n, bits in state.items()}
+    files = dict[str, bytes]()
+    index = dict[str, str]()
+    shapes = {n: bits.shape for n, bits in state.items()}
     with tempfile.TemporaryDirectory() as folder:
         for rank, names in enumerate((sorted(state)[::2], sorted(state)[1::2])):
             path = Path(folder) / f"model-{rank + 1:05d}-of-00002.safetensors"

@@ -16,7 +16,8 @@ def write_run(url: str, base: Path, versions: int, run: str = "test", drift: flo
     if not base.exists() or not any(base.iterdir()):
         tiny.build(base, tie=True, seed=0)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    digests, chance = [], torch.Generator().manual_seed(0)
+    digests = []
+    chance = torch.Generator().manual_seed(0)
     with Publisher(f"{url}#{run}", base) as publisher:
         for _ in range(versions):
             publisher.publish(model.named_parameters())

@@ -51,7 +51,8 @@ class Drifting:
     ) -> None:
         if isinstance(bucket, Path):
             self.folder, bucket = bucket, open_bucket(bucket.as_uri(), create=True)
-        self.url, self.rate = bucket.url, drift
+        self.url = bucket.url
+        self.rate = drift
         self._chance = torch.Generator().manual_seed(seed)
         self.weights = {name: 0.02 * self._noise(shape) for name, shape in tensors.items()}
         assets = Path(tempfile.mkdtemp())
@@ -113,8 +114,10 @@ class SlowLink:
     """From now on, uploads to keys with `part` begin and do not end before the link is `up`."""
 
     def __init__(self, bucket: Bucket, part: str) -> None:
-        self.begun, self.up = threading.Event(), threading.Event()
-        self._put, self._part = bucket.put, part
+        self.begun = threading.Event()
+        self.up = threading.Event()
+        self._put = bucket.put
+        self._part = part
         bucket.put = self._put_when_up
         bucket.put_all = lambda objects, _: [self._put_when_up(*each) for each in objects]
 
@@ -167,7 +170,8 @@ class RealRun(Drifting):
                 self._state = self.reader.checkout(manifest, Path(folder))
             else:
                 self.reader.apply(self._state, manifest.deltas[-1:], Path(folder))
-        spent, digest = time.perf_counter() - started, to_hex(state_digest(self._state))
+        spent = time.perf_counter() - started
+        digest = to_hex(state_digest(self._state))
         common = {"t": time.time(), "replica": "reader", "version": manifest.version, "digest": digest}
         lag = time.time() - manifest.created_at
         times = {"lag_s": lag, "fetch_s": spent / 2, "stage_s": spent / 4}
@@ -194,7 +198,9 @@ def _shapes(layers: int, width: int) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def games() -> tuple[Rollout, ...]:
     """A group of four answers: solved, unsolved, an invalid word, and text that attacks the page."""
-    crane, slate, plumb = "c1-r2?a3+n4-e5-", "s1-l2?a3+t4-e5-", "p1+l2+u3+m4+b5+"
+    crane = "c1-r2?a3+n4-e5-"
+    slate = "s1-l2?a3+t4-e5-"
+    plumb = "p1+l2+u3+m4+b5+"
     return (
         Rollout(turns=(("crane", crane), ("slate", slate), ("plumb", plumb), ("", "")), reward=1.5, sync=3),
         Rollout(turns=(("crane", crane), ("slate", slate)), reward=0.4, sync=3),

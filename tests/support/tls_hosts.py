@@ -20,7 +20,8 @@ from werkzeug.serving import make_ssl_devcert
 from tests.support import http_server
 from trainer import observe
 
-OWN, STRANGER = "me-wordle-replica-1.hf.space", "stranger-wordle-env.hf.space"
+OWN = "me-wordle-replica-1.hf.space"
+STRANGER = "stranger-wordle-env.hf.space"
 ANSWERS = {"/ready": {"state": "serving"}, "/health": {"status": "healthy"}}
 
 
@@ -33,7 +34,8 @@ class Hosts:
     poked: threading.Event = field(default_factory=threading.Event)
 
     def answer(self, request: http_server.Request) -> tuple[int, dict[str, str], bytes]:
-        host, path = request.headers["host"], request.path
+        host = request.headers["host"]
+        path = request.path
         self.asked[host].append(request.headers)
         if path == observe.POKE_PATH:
             self.poked.set()
@@ -44,7 +46,8 @@ class Hosts:
 @contextmanager
 def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     """Both hosts, found by their names; `folder` is for the certificate."""
-    hosts, (file, key) = Hosts(), make_ssl_devcert(str(folder / "tls"), host="hf.space")
+    hosts = Hosts()
+    (file, key) = make_ssl_devcert(str(folder / "tls"), host="hf.space")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(file, key)
     with http_server.answering(hosts.answer, context) as url:

@@ -147,7 +147,8 @@ def ended_lives(folder: Path, bucket: str, steps: int, kills: int) -> list[str]:
     ends: list[str] = []
     for number in range(kills):
         sign = (signal.SIGKILL, signal.SIGTERM)[number % 2]
-        event, after_s = random.randrange(1, EVENTS), random.uniform(0, 8)
+        event = random.randrange(1, EVENTS)
+        after_s = random.uniform(0, 8)
         timed = number % 10 >= 6
         pid = fork(folder, bucket, steps, folder / f"{number}.log", end_at(0 if timed else event, sign))
         if timed:

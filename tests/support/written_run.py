@@ -9,7 +9,8 @@ from delta_weight_sync.runlog import SEGMENT, CommitEvent, Event, RunLogWriter, 
 from delta_weight_sync.store import Bucket
 from tests.support.records import WRITER, commit, status, sync, traffic
 
-FULL, TOTAL = 440_000, 220_000
+FULL = 440_000
+TOTAL = 220_000
 ANCHOR_EVERY = 50
 
 
@@ -40,7 +41,8 @@ class WrittenRun:
 
     def publish(self, payload: int, changed: int) -> None:
         """The next version, 20 seconds after the last one; version 0 is an anchor."""
-        self.t, self.version = self.t + 20.0, self.version + 1
+        self.t += 20.0
+        self.version += 1
         anchor = FULL if self.version and self.version % ANCHOR_EVERY == 0 else 0
         self._manifest(changed)
         self.log.append(self._sync(payload, changed, anchor))
@@ -107,7 +109,8 @@ def long(bucket: Bucket, versions: int, replicas: tuple[str, ...]) -> WrittenRun
     """A run's log as a trainer leaves it, segment by segment, with manifests of its two ends only."""
     run = WrittenRun(bucket)
     run.log.close()
-    first, last = run.skip_to(0), run.skip_to(versions)
+    first = run.skip_to(0)
+    last = run.skip_to(versions)
     events: list[Event] = [first]
     for v in range(1, versions + 1):
         run.t = run.created_at + 20.0 * v

@@ -45,7 +45,8 @@ def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[
 
 def wait_for_children(process: subprocess.Popen[str], folder: Path, *, served: bool) -> list[psutil.Process]:
     """The demo's processes, once there are three, and the environment is up if that `served` is asked for."""
-    parent, log = psutil.Process(process.pid), folder / "env.log"
+    parent = psutil.Process(process.pid)
+    log = folder / "env.log"
     if served:
         soon(lambda: log.exists() and "Uvicorn running" in log.read_text(), process.poll)
     soon(lambda: len(parent.children(recursive=True)) >= 3, process.poll)
@@ -77,7 +78,8 @@ def test_interrupts_stop_every_process(tmp_path, sign, often):
 def test_an_interrupt_while_a_child_starts_stops_that_child_too(tmp_path, monkeypatch):
     """It comes when the child runs and nobody has noted it yet."""
     (tmp_path / "idle.py").write_text("import time; time.sleep(600)")
-    start, started = subprocess.Popen, []
+    start = subprocess.Popen
+    started = []
 
     def interrupted(*arguments, **options):
         started.append(start(*arguments, **options))
@@ -154,7 +156,8 @@ def test_a_second_demo_leaves_the_first_alone(tmp_path):
 @pytest.mark.finding("N4")
 def test_only_what_an_earlier_demo_left_is_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.demo.__main__._run", lambda *_: None)
-    mine, demos = tmp_path / "mine", tmp_path / "demo"
+    mine = tmp_path / "mine"
+    demos = tmp_path / "demo"
     mine.mkdir()
     for precious in (mine / "thesis", tmp_path / "mine.lock", tmp_path / "file"):
         precious.write_text("precious")

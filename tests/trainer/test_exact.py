@@ -34,8 +34,12 @@ from trainer.exact import LogProbs, Mask, PastPolicy, query
 from trainer.rollouts import UNKNOWN, TracedSample
 from trainer.settings import Settings
 
-SYNCS, KEEP = 6, 4
-BATCH, STEPS, PROMPT, TOKENS = 4, 4, 4, 12
+SYNCS = 6
+KEEP = 4
+BATCH = 4
+STEPS = 4
+PROMPT = 4
+TOKENS = 12
 ENGINE = -3.0  # what the engine is said to have said of each token
 
 
@@ -139,7 +143,8 @@ def test_the_past_policy_is_the_checked_out_one_bit_for_bit(url, base, tmp_path,
 def test_a_row_of_tokens_is_never_longer_than_the_budget(past, monkeypatch):
     """And each answer is that of all samples in one row, but for the order of sums."""
     together = past.log_probs(queries())
-    packed, forward = [], exact.forward
+    packed = []
+    forward = exact.forward
 
     def seen(model, row):
         packed.append(row["input_ids"].numel())
@@ -184,7 +189,8 @@ def taken(past: PastPolicy, samples: list[TracedSample]) -> tuple[list[dict[str,
         metrics=metrics["train"],
         max_staleness=100,
     )
-    collate, batches = DataCollatorForRollout(0), iter(FixedCountBatcher(dataset, 1, 1))
+    collate = DataCollatorForRollout(0)
+    batches = iter(FixedCountBatcher(dataset, 1, 1))
     found = [collate.torch_call([next(batches)]) for _ in samples]
     return found, {name: _reduce_metric(name, values) for name, values in metrics["train"].items()}
 
@@ -291,7 +297,8 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
 @pytest.mark.live
 def test_each_token_is_trained_on_with_its_own_versions_log_probability(tmp_path, monkeypatch, trained_on):
-    played, url = Played(), (tmp_path / "bucket").as_uri()
+    played = Played()
+    url = (tmp_path / "bucket").as_uri()
     sizes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_staleness": 2}
     config = cpu_config(tmp_path / "trl", learning_rate=1e-2, **sizes)
     monkeypatch.setattr(rollouts, "make_worker", lambda *_: played)
@@ -304,7 +311,8 @@ def test_each_token_is_trained_on_with_its_own_versions_log_probability(tmp_path
     for batch in (0, 2, 3):
         samples = played.samples[batch * BATCH : (batch + 1) * BATCH]
         queries = [query(s.input_ids, s.completion_mask == 1) for s in samples]
-        made, said = samples[0].token_syncs[PROMPT:], {}
+        made = samples[0].token_syncs[PROMPT:]
+        said = {}
         for sync in set(made.tolist()):
             checkout = from_checkout(f"{url}#run", sync, tmp_path, "float32", queries)
             said[sync] = checkout.reshape(BATCH, -1)

@@ -21,7 +21,8 @@ from trainer.policies.tokens import WordleTokens
 from trainer.rollouts import Router
 from trainer.spaces import Fleet, SpacesUnavailableError
 
-AT_A_TIME, GAMES = 8, 40
+AT_A_TIME = 8
+GAMES = 40
 
 
 class CountedGame(Game):
@@ -48,9 +49,13 @@ class Player:
     """
 
     def __init__(self) -> None:
-        self.gate, self.dead, self.url = threading.Event(), False, ""
+        self.gate = threading.Event()
+        self.dead = False
+        self.url = ""
         self.gate.set()
-        self.waiting, self.turns, self.least = Counter[str](), Counter[str](), set[str]()
+        self.waiting = Counter[str]()
+        self.turns = Counter[str]()
+        self.least = set[str]()
         self._lock, tokens = threading.Lock(), WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER))
         self._tokens = {"first": tokens.call("crane"), "second": [tokens.end_of_turn]}
 
@@ -95,7 +100,8 @@ def listed(file: Path, replicas: list[Any]) -> None:
 
 def test_no_game_is_lost_or_doubled_while_two_replicas_die_and_two_come(players, tmp_path, capfd):
     """Each replica has its share of the games; a game stays at one replica as long as that replica lives."""
-    file, samples = tmp_path / "replicas", queue.Queue()
+    file = tmp_path / "replicas"
+    samples = queue.Queue()
     listed(file, players[:4])
     loop = rollout_loop(str(file), 1, samples, game=CountedGame, at_a_time=AT_A_TIME)
 

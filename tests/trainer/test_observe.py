@@ -22,7 +22,8 @@ from trainer.spaces import Fleet
 from trainer.tasks import Turns, wordle
 
 KEY = "the-key-of-this-deployment"
-CRANE, PLUMB = "c1-r2?a3+n4-e5-", "p1+l2+u3+m4+b5+"
+CRANE = "c1-r2?a3+n4-e5-"
+PLUMB = "p1+l2+u3+m4+b5+"
 
 
 class Replica:
@@ -30,7 +31,9 @@ class Replica:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
-        self.hangs_up, self.gate, self.came = False, threading.Event(), threading.Semaphore(0)
+        self.hangs_up = False
+        self.gate = threading.Event()
+        self.came = threading.Semaphore(0)
         self.gate.set()
 
     def is_poked(self) -> bool:
@@ -48,7 +51,8 @@ class Replica:
 def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch):
     monkeypatch.setattr(observe, "POKE_TIMEOUT_S", 60.0)
     monkeypatch.setenv("SPACE_KEY", KEY)
-    well, slow = Replica(), Replica()
+    well = Replica()
+    slow = Replica()
     slow.gate.clear()
     with answering(well.answer) as url, answering(slow.answer) as slow_url:
         monkeypatch.setenv("SPACES", f"{url} {slow_url}")
@@ -65,7 +69,8 @@ def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch):
         for _ in range(2):
             sent.send()
             assert well.is_poked(), "one that hangs up is poked again"
-        (thread,), sent._fleet = sent._pools[slow_url]._threads, Fleet([url])
+        (thread,) = sent._pools[slow_url]._threads
+        sent._fleet = Fleet([url])
         sent.send()
         soon(lambda: not thread.is_alive())
         sent.close()
@@ -82,7 +87,8 @@ def test_an_endless_answer_to_a_poke_is_not_read_for_ever():
 
 def test_a_replica_that_tells_its_name_is_no_longer_logged_under_its_url(tmp_path, monkeypatch):
     monkeypatch.setattr(observe, "_POLL_S", 0.01)
-    report, down = ReplicaReport(status=status("r", 3), commits=()).model_dump_json(), iter([(503, {}, b"")])
+    report = ReplicaReport(status=status("r", 3), commits=()).model_dump_json()
+    down = iter([(503, {}, b"")])
     with answering(lambda _: next(down, (200, {}, report.encode()))) as url:
         watch(tmp_path, url, 3)
     states = [(e.replica, e.state) for e in RunLogReader(open_bucket(tmp_path.as_uri()), "run").poll()]

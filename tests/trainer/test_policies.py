@@ -154,7 +154,8 @@ def test_games_side_by_side_are_sampled_as_each_alone(model, shipped_tokens, mon
     """Of different lengths, and after one of them is gone. The likeliest token is taken, not a random one."""
     generate = model.generate
     monkeypatch.setattr(model, "generate", lambda **options: generate(**options | {"do_sample": False}))
-    words, together = [["crane", "slate"], ["ab"], ["speed"]], _Turns(model, shipped_tokens, 3)
+    words = [["crane", "slate"], ["ab"], ["speed"]]
+    together = _Turns(model, shipped_tokens, 3)
     games = [sum(map(shipped_tokens.call, some), list(shipped_tokens.prompt)) for some in words]
     for chosen in ([0, 1, 2], [0, 2]):
         games = [games[place] for place in chosen]
@@ -196,7 +197,8 @@ def test_a_tool_call_round_trips(its_tokenizer):
     asked = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Guess."}]
     called = [*asked, {"role": "assistant", "content": "", "tool_calls": [calling("crane")]}]
     template = partial(its_tokenizer.apply_chat_template, tools=[guess], return_dict=False)
-    prompt, whole = template(asked, add_generation_prompt=True), template(called)
+    prompt = template(asked, add_generation_prompt=True)
+    whole = template(called)
     assert whole[: len(prompt)] == prompt
     assert "Guess a word." in its_tokenizer.decode(prompt)
     message = parse_response(its_tokenizer, whole[len(prompt) :], prefix=prompt)

@@ -62,7 +62,8 @@ def samples_of(conversations: list[list[dict[str, str]]], inherited: int = 4) ->
     tokens = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER))
     turns = itertools.cycle([tokens.call("crane"), [tokens.end_of_turn]])
     headers = itertools.cycle(itertools.chain(*conversations))
-    samples, asked = queue.Queue(), list[bytes]()
+    samples = queue.Queue()
+    asked = list[bytes]()
 
     def answer(request: Request) -> tuple[int, dict[str, str], bytes]:
         asked.append(request.body)
@@ -212,7 +213,8 @@ def write_half(samples: "multiprocessing.Queue[object]", written) -> None:
 
 def test_a_child_that_is_killed_while_it_writes_a_sample_does_not_hold_the_trainer_at_its_end():
     fork = multiprocessing.get_context("fork")
-    worker, written = object.__new__(ReplicaRolloutWorker), fork.Event()
+    worker = object.__new__(ReplicaRolloutWorker)
+    written = fork.Event()
     worker.rollout_buffer, worker.metrics_queue = fork.Queue(), fork.Queue()
     worker._stop_event_mp = fork.Event()
     worker._process = child = fork.Process(target=write_half, args=(worker.rollout_buffer, written))

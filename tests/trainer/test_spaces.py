@@ -20,7 +20,9 @@ from trainer.rollouts import ReplicaRolloutLoop
 from trainer.spaces import Fleet, Spaces, SpacesUnavailableError
 from trainer.tasks.wordle import WordleEnv
 
-KEY, READ, WRITE = "the-key-of-my-own-spaces", "hf_reads", "hf_writes"
+KEY = "the-key-of-my-own-spaces"
+READ = "hf_reads"
+WRITE = "hf_writes"
 SECRETS = (KEY, READ, WRITE)
 
 
@@ -76,7 +78,8 @@ def post(url: str) -> object:
     async def ask() -> object:
         async with aiohttp.ClientSession() as session:
             loop = object.__new__(ReplicaRolloutLoop)
-            loop.session, loop._max_staleness = session, 4
+            loop.session = session
+            loop._max_staleness = 4
             loop._model_version_value = SimpleNamespace(value=0)
             return await loop._request(f"{url}/v1/completions", {}, 10.0)
 
@@ -122,7 +125,8 @@ def test_an_answer_that_cannot_be_parsed_is_not_the_apps(answer):
 @pytest.mark.finding(1)
 def test_no_redirect_is_followed(hosts, tmp_path):
     hosts.moved.add(OWN)
-    url, errors = f"https://{OWN}", (SpacesUnavailableError, aiohttp.ClientError, ValueError)
+    url = f"https://{OWN}"
+    errors = (SpacesUnavailableError, aiohttp.ClientError, ValueError)
     for send in every_request(tmp_path / "bucket", url, url, lambda: hosts.poked.wait(60.0)):
         with contextlib.suppress(*errors):
             send()

@@ -64,7 +64,8 @@ def test_members_of_a_group_play_the_same_secret(url, words):
     factory = pickle.loads(pickle.dumps(partial(WordleEnv, url)))  # TRL spawns its worker
     games = []
     for row in rows.select(range(12)):
-        first, second = factory(), factory()
+        first = factory()
+        second = factory()
         for env in (first, second):
             env.reset(**row)
         games.append((solve(first, words), solve(second, words), reward(first), reward(second)))

@@ -139,7 +139,8 @@ def test_another_model_than_the_runs_is_refused_at_once(buckets, base, tmp_path,
 )
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_the_state_at_the_end_is_that_of_the_last_step(steps, cut, done, interrupted):
-    trainer, args = mock.MagicMock(), SimpleNamespace(weight_sync_steps=2, gradient_accumulation_steps=1)
+    trainer = mock.MagicMock()
+    args = SimpleNamespace(weight_sync_steps=2, gradient_accumulation_steps=1)
     trainer.resumed_from, trainer.progress.return_value = None, Progress(1, {}, 0, ())
     trainer.callback_handler.model = torch.nn.Linear(1, 1)
     states = SaveState(trainer, trainer, every=20)
@@ -185,7 +186,8 @@ def test_the_norms_may_learn_faster_than_the_matrices(buckets, tmp_path):
 @pytest.mark.live
 def test_two_processes_resume_what_one_has_trained_and_one_what_two_have(buckets, base, tmp_path):
     shutil.copytree(base.parent / "rated", tmp_path / "bucket")
-    url, work = (tmp_path / "bucket").as_uri(), "import sys; from pathlib import Path\n"
+    url = (tmp_path / "bucket").as_uri()
+    work = "import sys; from pathlib import Path\n"
     work += "from tests.support.trainer_lives import live\n"
     work += "live(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), norm_learning_rate=0.05)"
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -272,7 +274,8 @@ def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tm
     assert [version for version, _, _ in result["undisturbed"]] == list(range(result["steps"] + 1))
     assert result["ended"] == result["undisturbed"], result["ends"]
     for number, end in enumerate(result["ends"]):
-        code, log = int(end.rpartition(" ")[2]), (tmp_path / f"{number}.log").read_text()
+        code = int(end.rpartition(" ")[2])
+        log = (tmp_path / f"{number}.log").read_text()
         # One that is ended after a while may be done before that, and so are those after it.
         assert code in ((-9, 143)[number % 2], *([0] if kills > 4 else [])), f"{end}\n{log[-3000:]}"
         if code == 143:

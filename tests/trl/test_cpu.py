@@ -18,10 +18,13 @@ from trl.experimental.async_grpo import packing
 
 from delta_weight_sync.trl import cpu, patches
 
-LENGTHS_Q, LENGTHS_K = [3, 1, 6, 2], [3, 1, 9, 7]  # the last two go on where another sequence ends
+# the last two go on where another sequence ends
+LENGTHS_Q = [3, 1, 6, 2]
+LENGTHS_K = [3, 1, 9, 7]
 STARTS = [[0, *itertools.accumulate(lengths)] for lengths in (LENGTHS_Q, LENGTHS_K)]
 BOUNDS = *(torch.tensor(places, dtype=torch.int32) for places in STARTS), max(LENGTHS_Q), max(LENGTHS_K)
-LAYERS, TOKENS = 3, 4096
+LAYERS = 3
+TOKENS = 4096
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS}
 CONFIG = Qwen3Config(**HEADS, **SIZES, max_position_embeddings=TOKENS)
@@ -51,7 +54,8 @@ def one_query_at_a_time(
     assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
     assert enable_gqa or query.shape[1] == key.shape[1]
     left, right = window_size
-    out, group = torch.empty_like(query), query.shape[1] // key.shape[1]
+    out = torch.empty_like(query)
+    group = query.shape[1] // key.shape[1]
     for s, i, head in itertools.product(range(len(cu_seq_q) - 1), range(max_q), range(query.shape[1])):
         first, last = (int(c[s + 1] - c[s]) for c in (cu_seq_q, cu_seq_k))
         if i < first:
@@ -97,7 +101,8 @@ def test_a_kernel_that_sees_other_keys_is_found(monkeypatch, left):
                 torch.cat([t[b : b + n] for b, n in zip(starts_k, starts_q.diff(), strict=False)])
                 for t in (k, v)
             )
-            starts_k, max_k = starts_q, max_q
+            starts_k = starts_q
+            max_k = max_q
         elif window_size[0] >= 0:
             window_size = (window_size[0] + left, 0)
         return one_query_at_a_time(
@@ -158,7 +163,8 @@ def test_16_bits_on_a_gpu_take_the_kernel(monkeypatch, dtype):
     tried = []
     monkeypatch.setattr(cpu, "_require_same_mask", tried.append)
     with FakeTensorMode(), torch.device("cuda"), Recorder() as seen:
-        q, k = torch.empty(8, 4, 16, dtype=dtype), torch.empty(12, 2, 16, dtype=dtype)
+        q = torch.empty(8, 4, 16, dtype=dtype)
+        k = torch.empty(12, 2, 16, dtype=dtype)
         bounds = (torch.tensor([0, length], dtype=torch.int32) for length in (8, 12))
         out = cpu.attention(q, k, k, *bounds, 8, 12, softmax_scale=0.5, window_size=(3, 0))
         assert not cpu._kernel_takes(q.float()), "which it does not know"

@@ -41,7 +41,8 @@ def test_a_trainer_whose_vllm_does_not_answer_ends_with_one_sentence(monkeypatch
 def test_a_process_that_died_while_it_waited_does_not_keep_the_trainer():
     """Python's `Event.set` waits forever for a process that was killed in `Event.wait`."""
     context = multiprocessing.get_context("fork")
-    event, ready = context.Event(), context.Barrier(3)
+    event = context.Event()
+    ready = context.Barrier(3)
     killed, alive = (context.Process(target=_wait, args=(ready, event), daemon=True) for _ in range(2))
     for process in (killed, alive):
         process.start()

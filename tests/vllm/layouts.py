@@ -99,7 +99,8 @@ def examine(folder: Path, rank: int, ranks: int, port: int) -> dict[str, Any]:
     live, fresh = (Worker(folder / name, rank, ranks, port) for name in ("base", "patched"))
     if current_platform.is_cpu():
         cpu.self_test(live.model)
-    loaded, experts = live.memory(), live.experts()
+    loaded = live.memory()
+    experts = live.experts()
     patching = Patching(live, base, Ranks(ranks))
     scratch = folder / f"rank{rank}"
     scratch.mkdir(exist_ok=True)

@@ -28,7 +28,8 @@ from tests.vllm.test_signed import renewed
 
 pytestmark = pytest.mark.finding(13)
 
-TOKENIZER, WEIGHTS = "tokenizer.json", "model.safetensors"
+TOKENIZER = "tokenizer.json"
+WEIGHTS = "model.safetensors"
 IN_31_S = 6  # tries: after 0, 1, 3, 7, 15 and 31 seconds; there were eleven
 IN_AN_HOUR = 15
 
@@ -37,10 +38,12 @@ class QuickTime:
     """A bucket whose readers do not wait; it counts requests, `fault` may raise, pauses call `in_pauses`."""
 
     def __init__(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._bucket, self.url = bucket, bucket.url
+        self._bucket = bucket
+        self.url = bucket.url
         self.now = self._end = 0.0
         self._follower: Follower | None = None
-        self.asked, self.fetched = Counter[str](), list[str]()
+        self.asked = Counter[str]()
+        self.fetched = list[str]()
         self.in_pauses: Callable[[], object] = lambda: None
         self.fault: Callable[[str, str], object] = lambda operation, key: None
         monkeypatch.setattr("delta_weight_sync.watch.monotonic", lambda: self.now)
@@ -67,13 +70,15 @@ class QuickTime:
 
     def pass_for(self, seconds: float, follower: Follower) -> None:
         """The replica follows for so long."""
-        self._end, self._follower = self.now + seconds, follower
+        self._end = self.now + seconds
+        self._follower = follower
         follower._stopped.clear()
         follower._run()
 
     def follow(self, seconds: float, run: str, folder: Path, *words: str) -> Result:
         """`delta-weight-sync follow`, and Ctrl-C after so long."""
-        self._end, self._follower = self.now + seconds, None
+        self._end = self.now + seconds
+        self._follower = None
         return command("follow", self.url, "--run", run, "--into", folder, *words)
 
     def passes(self, seconds: float) -> None:
@@ -167,7 +172,8 @@ def test_follow_fetches_what_is_whole_once_and_tries_ever_more_slowly(run, time,
 @pytest.mark.parametrize("news", ["poke", "the same HEAD again"])
 def test_a_new_version_ends_the_pause_and_no_other_news_does(run, time, follower, news) -> None:
     time.pass_for(2, follower)
-    delta, head = run.folder / run.step().deltas[-1].key, head_of(run)
+    delta = run.folder / run.step().deltas[-1].key
+    head = head_of(run)
     whole = delta.read_bytes()
     delta.write_bytes(b"damaged")
     time.in_pauses = follower.poke if news == "poke" else lambda: head.write_bytes(head.read_bytes())
@@ -183,7 +189,8 @@ def test_a_new_version_ends_the_pause_and_no_other_news_does(run, time, follower
 def test_a_head_that_flips_each_second_starts_no_vllm_and_brings_nothing_old(
     run, time, follower, vllm, flips
 ) -> None:
-    head, old = head_of(run), head_of(run).read_bytes()
+    head = head_of(run)
+    old = head_of(run).read_bytes()
     for _ in range(4):
         run.step()
     new = head.read_bytes()
@@ -220,7 +227,8 @@ def test_while_vllm_may_not_be_started_no_checkpoint_is_written(run, time, follo
 
 
 def claim(run: Drifting, term: int) -> int:
-    bucket, writer = open_bucket(run.url), Writer(term, f"{term:032x}")
+    bucket = open_bucket(run.url)
+    writer = Writer(term, f"{term:032x}")
     keys = Keys(RUN)
     config = json.dumps({"model_type": "drifting", "term": term}).encode()
     place = keys.anchor(0, writer, "config.json")
@@ -238,7 +246,8 @@ def claim(run: Drifting, term: int) -> int:
 
 def test_one_stale_read_brings_nothing_back(run, time, follower, vllm, tmp_path) -> None:
     """To a replica, nor to a folder that is kept, also where that is looked at now and then only."""
-    there, then = run.folder / "runs", tmp_path / "then"
+    there = run.folder / "runs"
+    then = tmp_path / "then"
     shutil.copytree(there, then)
     for _ in range(4):
         run.step()
@@ -278,7 +287,8 @@ def refused(kind: str) -> mock.Mock:
 # A store that fails is asked about as often as one that works.
 
 Fault = Callable[[str, str], None]
-MINUTE, LOOKS = 60, 61
+MINUTE = 60
+LOOKS = 61
 
 
 @pytest.fixture

@@ -109,7 +109,8 @@ def test_what_holds_a_replica_back_is_in_its_status(follower: Follower) -> None:
 
 def test_a_run_that_vanishes_and_returns_leaves_no_replica_stuck(follower, bucket, tmp_path, caplog) -> None:
     """The folder of the run was moved away for a moment; no new version comes."""
-    runs, away = Path(bucket.url.removeprefix("file://")) / "runs", tmp_path / "away"
+    runs = Path(bucket.url.removeprefix("file://")) / "runs"
+    away = tmp_path / "away"
     runs.rename(away)
     soon(lambda: "is gone from" in (follower.report(0).status.error or ""), "the error")
     assert (follower.report(0).status.state, follower.report(0).status.version) == ("serving", 3)

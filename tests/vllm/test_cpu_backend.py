@@ -19,7 +19,10 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.live  # vLLM's own kernels
 
-TOKENS, HIDDEN, INNER, EXPERTS = 9, 64, 96, 5
+TOKENS = 9
+HIDDEN = 64
+INNER = 96
+EXPERTS = 5
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -31,11 +34,14 @@ def bf16(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "swigluoai"])
 def test_live_experts_compute_what_packed_ones_do(kind, weighted_before, biased):
     torch.manual_seed(0)
-    x, w13, w2 = 4 * bf16(TOKENS, HIDDEN), bf16(EXPERTS, 2 * INNER, HIDDEN), bf16(EXPERTS, HIDDEN, INNER)
+    x = 4 * bf16(TOKENS, HIDDEN)
+    w13 = bf16(EXPERTS, 2 * INNER, HIDDEN)
+    w2 = bf16(EXPERTS, HIDDEN, INNER)
     b13, b2 = (bf16(EXPERTS, 2 * INNER), bf16(EXPERTS, HIDDEN)) if biased else (None, None)
     weights, ids = torch.rand(TOKENS, EXPERTS).topk(1 if weighted_before else 2)
     ids = ids.to(torch.int32)
-    packed, live = torch.empty_like(x), torch.empty_like(x)
+    packed = torch.empty_like(x)
+    live = torch.empty_like(x)
     parts = [cpu_prepack_moe_weight(weight, "vec") for weight in (w13, w2)]
     cpu_fused_moe(packed, x, *parts, b13, b2, weights, ids, kind, "vec", weighted_before)
     layers.apply_live_experts(
@@ -49,7 +55,8 @@ def test_live_experts_compute_what_packed_ones_do(kind, weighted_before, biased)
         activation=MoEActivation(kind),
         apply_router_weight_on_input=weighted_before,
     )
-    error, size = (live - packed).float().norm(), packed.float().norm()
+    error = (live - packed).float().norm()
+    size = packed.float().norm()
     assert error < 0.01 * size, "bf16 rounds to 1/256, at other places in the two"
 
 
@@ -60,7 +67,9 @@ def test_a_layer_in_float32_computes_from_the_live_weight(monkeypatch, tile, row
     monkeypatch.setattr(layers, "_ROWS", rows)
     monkeypatch.setattr(layers, "_rows_in_bf16", lambda: 0)
     torch.manual_seed(0)
-    x, weight, bias = bf16(TOKENS, HIDDEN), torch.nn.Parameter(bf16(INNER, HIDDEN)), bf16(INNER)
+    x = bf16(TOKENS, HIDDEN)
+    weight = torch.nn.Parameter(bf16(INNER, HIDDEN))
+    bias = bf16(INNER)
     layer = layers.LiveLinear(weight)
     for _ in range(2):
         exact = x.double() @ weight.data.double().T + (bias.double() if biased else 0)
@@ -96,7 +105,8 @@ def test_a_norm_in_one_kernel_is_that_of_vllm(heads):
 )
 def test_a_convolution_from_the_live_weight_is_that_from_the_packed_one():
     torch.manual_seed(0)
-    weight, x = bf16(HIDDEN, 1, 4), bf16(HIDDEN, TOKENS).t().contiguous().t()
+    weight = bf16(HIDDEN, 1, 4)
+    x = bf16(HIDDEN, TOKENS).t().contiguous().t()
     options = {
         "x": x,
         "bias": None,

@@ -138,7 +138,9 @@ def test_a_trainer_that_goes_on_makes_up_for_a_damaged_file(run, bucket, damage,
 def test_it_tries_again_where_the_new_anchor_could_not_be_stored(run, bucket, damage, monkeypatch) -> None:
     monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
     run.steps(5 - run.version)
-    config, writer, refused = run.reader.manifest().anchor.files[-1], run.outbox._writer, [1]
+    config = run.reader.manifest().anchor.files[-1]
+    writer = run.outbox._writer
+    refused = [1]
     put = writer.bucket.put
 
     def put_later(key: str, data: bytes | Path) -> None:
@@ -159,7 +161,8 @@ def test_it_finds_damage_that_is_older_than_its_first_look(run, bucket, monkeypa
     """Without the base model's files it would store anchor after anchor, and mend nothing."""
     monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
     monkeypatch.setattr("delta_weight_sync.records.ANCHOR_PAYS", 1000.0)
-    config, writer = run.reader.manifest().anchor.files[-1], run.outbox._writer
+    config = run.reader.manifest().anchor.files[-1]
+    writer = run.outbox._writer
     writer.assets = writer.assets if has_base else None
     corrupt(bucket, config)
     run.steps(8 - run.version)

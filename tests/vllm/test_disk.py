@@ -32,7 +32,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     """Another replica's process, and its folder."""
-    command, pipe = [sys.executable, "-c", OWNER], subprocess.PIPE
+    command = [sys.executable, "-c", OWNER]
+    pipe = subprocess.PIPE
     environment = os.environ | {"TMPDIR": str(temporary)}
     process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
     folder = Path(process.stdout.readline().strip())
@@ -72,7 +73,8 @@ def test_a_link_that_somebody_put_there_is_not_followed(temporary, tmp_path) -> 
 @pytest.mark.finding(13)
 def test_a_replica_removes_what_was_half_fetched_and_keeps_what_is_whole(tmp_path) -> None:
     run = Drifting(tmp_path / "bucket")
-    coming, version = tmp_path / "r" / "anchors" / "coming", tmp_path / "r" / "checkpoint"
+    coming = tmp_path / "r" / "anchors" / "coming"
+    version = tmp_path / "r" / "checkpoint"
     for folder in (tmp_path / "r", coming, version):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LEFT).write_bytes(b"half")
@@ -88,7 +90,8 @@ def test_a_replica_removes_what_was_half_fetched_and_keeps_what_is_whole(tmp_pat
 
 def test_an_anchor_that_is_kept_does_not_count_as_progress(tmp_path, monkeypatch) -> None:
     run = Drifting(tmp_path / "bucket", tensors={"weight": (1024, 512)})
-    reader, said = RunReader(open_bucket(run.url), RUN), list[str]()
+    reader = RunReader(open_bucket(run.url), RUN)
+    said = list[str]()
     layout = Layout(reader, tmp_path / "r")
     layout.put(reader.manifest())
     manifest = run.step()

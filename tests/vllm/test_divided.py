@@ -28,7 +28,8 @@ class Shard(torch.nn.Module):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         held = {"rows": (6 // size, 5), "columns": (5, 6 // size), "norm": (8,)}
         for name, shape in (held | ({} if rank else {"first": (5,)})).items():
             setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
@@ -42,7 +43,8 @@ class Shard(torch.nn.Module):
 
 
 def learned_together(model: Shard) -> tuple[LiveWeights, Ranks]:
-    together, learned = Ranks(model.size), learn(model, SHAPES)
+    together = Ranks(model.size)
+    learned = learn(model, SHAPES)
     owned, _ = ownership(SHAPES, together.gather(learned.sources))
     return LiveWeights(learned.routes, owned[model.rank], Fallback(model, {}), together), together
 
@@ -53,13 +55,15 @@ def stage_together(rank: int, folder: Path, hosts: str, shares: list[int]) -> No
     old, new = (dict(np.load(folder / f"{name}.npz")) for name in ("old", "new"))
     models = [load(Shard(rank, len(hosts)), state) for state in (old, new)]
     weights, together = learned_together(models[0])
-    decoded, decode = list[str](), groups.decode_group
+    decoded = list[str]()
+    decode = groups.decode_group
 
     def noted(group, names, *rest):
         decoded.extend(names)
         return decode(group, names, *rest)
 
-    groups.decode_group, worker._MANY = noted, 0
+    groups.decode_group = noted
+    worker._MANY = 0
     staged = weights.stage(sorted(folder.glob("*.safetensors")), weights.digest())
     worker.commit(staged.steps, together)
     assert staged.digest == weights.digest() == state_digest(new)
@@ -93,7 +97,8 @@ def fail_alone(rank: int, folder: Path) -> None:
     learning = object.__new__(worker.DeltaWorker)  # without a vLLM
     learning._model = Shard(rank, 2)
     weights, learning._ranks = learned_together(learning._model)
-    by_deltas, by_checkpoint = partial(weights.stage, [], 0), partial(weights.stage_checkpoint, folder)
+    by_deltas = partial(weights.stage, [], 0)
+    by_checkpoint = partial(weights.stage_checkpoint, folder)
     for work, place, name in (
         (by_deltas, weights.memory, "known_digest"),
         (by_deltas, weights.memory, "prepare"),

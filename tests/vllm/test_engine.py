@@ -64,7 +64,8 @@ VERSION = [], "0" * 16, "1.1.1"
 
 
 def test_what_one_of_them_refuses_is_refused(loop: asyncio.AbstractEventLoop) -> None:
-    refusal, fine = {"error": "another digest", "kind": "codec"}, {"commit_s": 0.1, "pause_s": 0.2}
+    refusal = {"error": "another digest", "kind": "codec"}
+    fine = {"commit_s": 0.1, "pause_s": 0.2}
     for answers in (
         {"stage": [[[STAGED | fine], [refusal]]]},
         {"stage": [[[STAGED]]], "commit": [[[refusal]]]},
@@ -76,7 +77,8 @@ def test_what_one_of_them_refuses_is_refused(loop: asyncio.AbstractEventLoop) ->
 
 
 def test_a_version_is_committed_when_all_have_staged_it(loop: asyncio.AbstractEventLoop) -> None:
-    busy, later = {"done": False}, {"done": True, "stage_s": 2.0}
+    busy = {"done": False}
+    later = {"done": True, "stage_s": 2.0}
     staged = [[[STAGED], [busy]], [[STAGED], [busy]], [[STAGED], [later]]]
     first = {"commit_s": 0.1, "pause_s": 0.2, "live_at": 7.0}
     second = [{"commit_s": 0.3, "pause_s": 0.4, "live_at": 9.0}, {"commit_s": 0.2, "live_at": 8.0}]
@@ -225,7 +227,8 @@ class Slow(FileBucket):
 
     def __init__(self, url: str) -> None:
         super().__init__(url, create=True)
-        self.halfway, self.go_on = threading.Event(), threading.Event()
+        self.halfway = threading.Event()
+        self.go_on = threading.Event()
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         content = self.get(key)
@@ -256,7 +259,8 @@ def joining(bucket: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr("inference_space.vllm_server.VllmServer._arguments", for_ever)
     run = RealRun(open_bucket(bucket.url), run="joined", width=256)
     settings = Settings(bucket=bucket.url, run="joined", folder=str(tmp_path / "replica"))
-    vllm, reader = VllmServer(settings), RunReader(bucket, "joined")
+    vllm = VllmServer(settings)
+    reader = RunReader(bucket, "joined")
     joining = Follower(reader, vllm, name="r", folder=tmp_path, poll_s=1.0)
     joining.start()
     yield joining

@@ -64,7 +64,8 @@ def test_none_of_these_has_a_route(loaded):
 
 def test_a_commit_is_what_a_fresh_start_loads_and_an_undo_brings_all_back(loaded):
     model, state, fallback = loaded
-    before, after = memory(model), random_state(1)
+    before = memory(model)
+    after = random_state(1)
     reload, moved = fallback.stage(diff(state, after))
     assert memory(model) == before, "staging writes nothing"
     assert (state_digest(state) + moved) % 2**64 == state_digest(after)

@@ -18,7 +18,9 @@ class Refusing(Mortal):
         super().__init__()
         self.unfit: EngineError | None = None
         self.damaged: EngineError | None = None
-        self.learned, self.committed, self.shuffled = 0, 0, False
+        self.learned = 0
+        self.committed = 0
+        self.shuffled = False
 
     def learn(self, shapes: dict[str, list[int]], dtypes: dict[str, str]) -> str:
         self.learned += 1
@@ -101,7 +103,8 @@ def test_another_anchor_is_tried(follower: Follower, run: RealRun, vllm: Refusin
     vllm.unfit = UNFIT
     follower.start()
     refuses(follower, "head.weight")
-    vllm.unfit, run.rate = None, 1.0
+    vllm.unfit = None
+    run.rate = 1.0
     anchor = run.reader.manifest(2).anchor
     while (newest := run.step()).anchor == anchor:
         pass

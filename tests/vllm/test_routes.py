@@ -235,7 +235,8 @@ def test_half_precision_cannot_hold_the_bits():
 @pytest.mark.parametrize("name", ["exchanged", "replaced"])
 def test_a_loader_that_exchanges_parameters_is_refused_and_they_are_put_back(name):
     model = Model()
-    before, parameter = model.wide.data.clone(), model.wide
+    before = model.wide.data.clone()
+    parameter = model.wide
     with pytest.raises(routes.RouteError, match="wide: vLLM's loader replaces this parameter"):
         learn(model, **{name: (8, 6)})
     assert model.wide is parameter
@@ -287,7 +288,8 @@ def shapes(draw, least=1):
 @st.composite
 def views(draw, shape):
     """A few slicings and turns of a tensor of this shape, as a list of functions."""
-    steps, probe = [], torch.empty(shape, device="meta")
+    steps = []
+    probe = torch.empty(shape, device="meta")
     for kind in draw(st.lists(st.sampled_from(["narrow", "turn", "every", "select"]), max_size=4)):
         dim = draw(st.integers(0, probe.ndim - 1))
         size = probe.shape[dim]
@@ -325,7 +327,9 @@ class Copying(torch.nn.Module):
         padded = tuple(size + 2 for size in shape)
         memory = torch.zeros([padded[i] for i in order], dtype=dtype)
         self.parameter = torch.nn.Parameter(memory, requires_grad=False)
-        self.shape, self.order, self.source_view = shape, order, source_view
+        self.shape = shape
+        self.order = order
+        self.source_view = source_view
 
     def place(self, memory: torch.Tensor) -> torch.Tensor:
         turned = memory.permute([self.order.index(i) for i in range(len(self.order))])
@@ -452,6 +456,7 @@ def test_what_only_some_ranks_can_route_none_does():
 
 def test_what_another_rank_holds_is_no_loss():
     """Expert parallelism: one rank has the expert, the other drops it."""
-    shapes, whole = {"w": (8, 6)}, (part_of(torch.empty(8, 6)),)
+    shapes = {"w": (8, 6)}
+    whole = (part_of(torch.empty(8, 6)),)
     assert routes.ownership(shapes, [{"w": ()}, {"w": whole}]) == ([{"w": ()}, {"w": (0,)}], {})
     assert routes.Route((8, 6), ()).read(()).eq(0).all()

@@ -22,7 +22,8 @@ from tests.support.fake_vllm import Mortal, reaches, soon
 from tests.support.real_run import RealRun
 from tests.support.written_run import file_ref
 
-PAIR, THEIRS = new_pair(), SigningKey(new_pair()[SIGNING_KEY])
+PAIR = new_pair()
+THEIRS = SigningKey(new_pair()[SIGNING_KEY])
 OURS = fingerprint(PAIR[PUBLIC_KEY])
 NEWEST = 3
 CLAIM = Writer(99, "e" * 32)  # the last writer of the run, if it is believed

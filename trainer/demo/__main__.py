@@ -67,10 +67,13 @@ class Progress:
     """Prints the run's events as lines. Skips a step if the last line is less than three seconds old."""
 
     def __init__(self, minutes: float) -> None:
-        self._started, self._all_s = time.monotonic(), 60 * minutes
+        self._started = time.monotonic()
+        self._all_s = 60 * minutes
         self._said = 0.0  # when the last line was printed
         self.events: list[Event] = []
-        self._serving, self._state = "none", ""  # the replica's version and state
+        # the replica's version and state
+        self._serving = "none"
+        self._state = ""
 
     @property
     def seconds(self) -> float:
@@ -99,7 +102,8 @@ class Progress:
                     self.say(f"replica: {state}")
                 case StepEvent(reward=reward) if reward is not None and self.seconds >= self._said + _QUIET_S:
                     sync = next(e for e in reversed(self.events) if isinstance(e, SyncEvent))
-                    share, payload = 100 * sync.changed / sync.total, size_text(sync.payload_bytes)
+                    share = 100 * sync.changed / sync.total
+                    payload = size_text(sync.payload_bytes)
                     versions = f"trainer v{sync.version}, replica {self._serving}"
                     changed = f"{payload}, {share:.2f} % changed  {self.left_s:.0f} s left"
                     self.say(f"step {event.step:4}  reward {reward:6.3f}  {versions}  {changed}")
@@ -209,10 +213,13 @@ def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
 
 
 def _run(processes: Processes, name: str, folder: Path, port: int, minutes: float) -> None:
-    policy, progress = POLICIES[name], Progress(minutes)
+    policy = POLICIES[name]
+    progress = Progress(minutes)
     bucket_url = (folder / "bucket").as_uri()
-    replica_port, env_port = free_port(port), free_port()
-    env_url, replica_url = f"http://127.0.0.1:{env_port}", f"http://127.0.0.1:{replica_port}"
+    replica_port = free_port(port)
+    env_port = free_port()
+    env_url = f"http://127.0.0.1:{env_port}"
+    replica_url = f"http://127.0.0.1:{replica_port}"
     progress.say(f"dashboard    {replica_url}   (bucket {bucket_url})")
     progress.say(f"play Wordle  {env_url}   (yourself, or watch the policy)")
     progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")

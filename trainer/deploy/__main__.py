@@ -72,7 +72,8 @@ def _up(api: HfApi, arguments: Arguments) -> None:
     if arguments.static:
         _up_page(api, arguments)
         return
-    owner, name = arguments.owner, arguments.name
+    owner = arguments.owner
+    name = arguments.name
     options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
     trusted = ""  # replicas check no signatures
     if not arguments.unsigned:
@@ -118,7 +119,9 @@ def _put_all(api: HfApi, plans: list[SpacePlan], secrets: hub.Secrets) -> None:
 
 
 def _up_page(api: HfApi, arguments: Arguments) -> None:
-    owner, name, private = arguments.owner, arguments.name, not arguments.public
+    owner = arguments.owner
+    name = arguments.name
+    private = not arguments.public
     plan = SpacePlan(f"{owner}/{name}{hub.PAGE}", "page", MARK, (), "", None, private)
     hub.Account(api).require_write(owner)
     spaces_of(api, owner, name)  # raises if the Space is not ours
@@ -144,7 +147,9 @@ def _new_signing_key(existing: Sequence[Space], owner: str, name: str) -> str:
 
 
 def _summary(arguments: Arguments, plans: Sequence[SpacePlan], urls: Sequence[str]) -> str:
-    env, replicas, variables = urls[0], " ".join(urls[1:]), plans[-1].variables
+    env = urls[0]
+    replicas = " ".join(urls[1:])
+    variables = plans[-1].variables
     usd = sum(HARDWARE[plan.hardware].usd_per_hour for plan in plans)
     sources = f". {keys.space_key_file(arguments.owner)}"
     signatures = "none: replicas serve every version in the bucket"

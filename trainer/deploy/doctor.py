@@ -81,9 +81,12 @@ def examine(setup: Setup) -> bool:
     problems = 0
     for name, check in CHECKS.items():
         try:
-            label, text = "ok     ", check(setup)
+            label = "ok     "
+            text = check(setup)
         except (DeployError, DeltaWeightSyncError, SafetensorsParsingError) as error:
-            label, text, problems = "PROBLEM", hub.masked(str(error), (setup.space_token,)), problems + 1
+            label = "PROBLEM"
+            text = hub.masked(str(error), (setup.space_token,))
+            problems += 1
         if text:
             print(f"{label}  {name}: {text}", flush=True)
     print(f"{problems} of {len(CHECKS)} checks found a problem" if problems else "no problem found")
@@ -105,7 +108,8 @@ def _space_token(setup: Setup) -> str:
 
 
 def _plan(setup: Setup) -> str:
-    owner, account = setup.owner, setup.account.result()
+    owner = setup.owner
+    account = setup.account.result()
     payer = account.orgs.get(owner, account.who)
     paid = ("isPro",) if payer is account.who else ("plan", "isEnterprise")  # fields that show a paid plan
     if not any(payer.get(field) for field in paid):
@@ -192,7 +196,8 @@ def _disk(setup: Setup) -> str:
 
 def _replica_gpu(setup: Setup) -> str:
     room = {name: _VLLM_SHARE * spec.gpus * spec.gpu_gb * _GB for name, spec in HARDWARE.items()}
-    need, here = 2 * setup.weights.result() + _REPLICA_MARGIN, room[setup.hardware]
+    need = 2 * setup.weights.result() + _REPLICA_MARGIN
+    here = room[setup.hardware]
     if need > here:
         fitting = [name for name in room if room[name] >= need]
         cheapest = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default="")
@@ -235,7 +240,8 @@ def _bucket(setup: Setup) -> str:
     name = f"{setup.owner}/{setup.name}"
     if (private := hub.bucket_is_private(setup.api, name)) is None:
         return f"{name} does not exist yet; `up` makes it"
-    bucket, key = open_bucket(f"hf://buckets/{name}"), f"doctor/{uuid4().hex}"
+    bucket = open_bucket(f"hf://buckets/{name}")
+    key = f"doctor/{uuid4().hex}"
     bucket.put(key, b"doctor")
     try:
         bucket.get(key)

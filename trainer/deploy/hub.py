@@ -35,7 +35,8 @@ PAGE = "-page"  # ends the name of the static Space, which runs nothing
 PAUSED = ("PAUSED", "STOPPED")
 BROKEN = ("CONFIG_ERROR", "BUILD_ERROR", "RUNTIME_ERROR")
 _UP = ("healthy", "serving", spaces.NO_VERSION_YET)
-TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface.co/settings/billing"
+TOKENS = "https://huggingface.co/settings/tokens"
+BILLING = "https://huggingface.co/settings/billing"
 PLAN = "Docker Spaces need PRO, Team or Enterprise"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
@@ -319,16 +320,20 @@ def table(found: list[Space]) -> str:
     rows = [("Space", "stage", "hardware", "version", "digest", "$/h")]
     now = total = 0.0
     for space in found:
-        known, version, digest = HARDWARE.get(space.hardware or ""), "-", "-"
+        known = HARDWARE.get(space.hardware or "")
+        version = "-"
+        digest = "-"
         usd = known.usd_per_hour if known else 0.0
-        now, total = now + usd * space.billed, total + usd
+        now += usd * space.billed
+        total += usd
         cost = f"{usd * space.billed:.2f}" if known or not space.hardware else "?"
         # A request would wake a sleeping Space.
         if space.billed and space.is_replica:
             try:
                 report = spaces.request(space.url, "GET", "/status").raise_for_status().content
                 status = ReplicaReport.model_validate_json(report).status
-                version, digest = "-" if status.version is None else str(status.version), status.digest or "-"
+                version = "-" if status.version is None else str(status.version)
+                digest = status.digest or "-"
             except (spaces.SpacesUnavailableError, httpx.HTTPError, ValueError):
                 version = "no answer"
         rows.append((space.repo_id, space.runtime.stage, space.hardware or "-", version, digest, cost))

@@ -28,7 +28,8 @@ def space_key(owner: str) -> str:
     """Return the owner's SPACE_KEY; if it is missing, make it, in a file that only this user can read."""
     if known := read_space_key(owner):
         return known
-    file, key = space_key_file(owner), secrets.token_urlsafe(32)
+    file = space_key_file(owner)
+    key = secrets.token_urlsafe(32)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file.touch(mode=0o600, exist_ok=False)
     file.write_text(f"SPACE_KEY={key}\n")

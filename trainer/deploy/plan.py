@@ -85,7 +85,8 @@ def make_plan(
             "REPLICA_VLLM_ARGS": f"--tensor-parallel-size {HARDWARE[hardware].gpus}",
             **({PUBLIC_KEY: trusted} if trusted else {}),
         }
-        secrets, repo_id = ("HF_TOKEN", "REPLICA_KEY"), f"{bucket}-replica-{number}"
+        secrets = ("HF_TOKEN", "REPLICA_KEY")
+        repo_id = f"{bucket}-replica-{number}"
         spaces.append(SpacePlan(repo_id, "replica", variables, secrets, hardware, SLEEP_S, not public))
     return spaces
 

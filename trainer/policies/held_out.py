@@ -106,7 +106,8 @@ class _Turns:
         width = max(map(len, rows))
         ids = torch.tensor([[self._tokens.pad] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        self._ids, self._mask = torch.cat([self._ids, ids], 1), torch.cat([self._mask, mask], 1)
+        self._ids = torch.cat([self._ids, ids], 1)
+        self._mask = torch.cat([self._mask, mask], 1)
         output = self._model.generate(
             input_ids=self._ids,
             attention_mask=self._mask,

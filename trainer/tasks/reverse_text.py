@@ -47,7 +47,8 @@ def reward_reversed(completions: list[list[dict[str, str]]], text: list[str], **
 
 def texts(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int, *, held_out: bool = False) -> list[str]:
     """Draw `rows` texts, the same ones for the same seed. `held_out` texts share no word with other texts."""
-    words, rng = words_of(tokenizer), random.Random(seed)
+    words = words_of(tokenizer)
+    rng = random.Random(seed)
     chosen = [word for i, word in enumerate(words) if (i % _HELD_OUT_SHARE == 0) == held_out]
     return [" ".join(rng.choices(chosen, k=_WORDS_PER_TEXT)) for _ in range(rows)]
 

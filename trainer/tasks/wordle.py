@@ -58,10 +58,12 @@ class WordleEnv:
 
     def reset(self, seed: int, split: str = "train", **row: Any) -> None:
         """Prepare the game of `seed`, on the words of the split: `train` or `held_out`."""
-        self._session, self._turn = uuid.uuid4().hex, 0
+        self._session = uuid.uuid4().hex
+        self._turn = 0
         self._opening = {"seed": seed, "split": split, "id": self._session}
         self._reward: float | None = None
-        self.done, self.solved = False, False
+        self.done = False
+        self.solved = False
 
     async def guess(self, word: str) -> str:
         """Guess the secret word.
@@ -80,10 +82,13 @@ class WordleEnv:
         try:
             played = _played(await self._call("POST", f"/sessions/{self._session}/guess", body))
         except GameLostError:
-            self.done, self._reward = True, None
+            self.done = True
+            self._reward = None
             raise
         self._turn += 1  # only now: a refused guess takes no turn
-        self.done, self.solved, self._reward = played.done, played.solved, played.reward
+        self.done = played.done
+        self.solved = played.solved
+        self._reward = played.reward
         return played.observation
 
     async def get_reward(self) -> float | None:
@@ -91,7 +96,8 @@ class WordleEnv:
         if not self.done:  # the policy stopped calling the tool
             if self._turn == 0:
                 await self._call("POST", "/sessions", self._opening)
-            self._reward, self.done = None, True
+            self._reward = None
+            self.done = True
             with contextlib.suppress(GameLostError):
                 self._reward = _played(await self._call("DELETE", f"/sessions/{self._session}", None)).reward
         return self._reward
@@ -99,7 +105,9 @@ class WordleEnv:
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         # A redirect would carry the key to another host.
         options: dict[str, Any] = {"json": body, "allow_redirects": False, "timeout": _TIMEOUT}
-        url, deadline, shared = self._url, time.monotonic() + _RETRY_S, spaces.connections.get(None)
+        url = self._url
+        deadline = time.monotonic() + _RETRY_S
+        shared = spaces.connections.get(None)
         while True:
             try:
                 headers = spaces.headers(url, "env")

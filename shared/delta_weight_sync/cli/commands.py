@@ -167,7 +167,8 @@ def _log(arguments: Arguments) -> None:
     if arguments.bytes:
         _print_traffic(_opened(arguments), arguments.json)
         return
-    reader, anchors = _opened(arguments), set[int]()
+    reader = _opened(arguments)
+    anchors = set[int]()
     manifest = reader.manifest()  # the others are read one by one, because all of them could fill the memory
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -230,7 +231,8 @@ def _show(arguments: Arguments) -> None:
         "anchor": manifest.anchor.version,
         "recipe": [file.key for file in manifest.recipe().files],
     }
-    groups, tensors = list[str](), list[dict[str, Any]]()
+    groups = list[str]()
+    tensors = list[dict[str, Any]]()
     with Scratch() as folder:
         for delta in map(Delta, reader.fetch_all(manifest.delta, folder)):
             before = len(groups)
@@ -326,8 +328,11 @@ def _bisect(arguments: Arguments) -> None:
     """
     if not any(word in arguments.eval for word in ("{path}", "{version}", "{digest}")):
         raise CommandError("--eval is the same for all versions: use {path}, {version} or {digest} in it")
-    reader, verdicts = _opened(arguments), dict[int, bool | None]()  # version -> good, bad, or unknown
-    good, bad = arguments.good, arguments.bad
+    # version -> good, bad, or unknown
+    reader = _opened(arguments)
+    verdicts = dict[int, bool | None]()
+    good = arguments.good
+    bad = arguments.bad
     if good is None:
         good = min(manifests_of(reader.bucket.list(reader.keys.manifests)), default=0)
     if bad is None:
@@ -357,7 +362,8 @@ def _bisect(arguments: Arguments) -> None:
                 raise CommandError(
                     f"the oldest version, {good}, was not judged good: name a good version with --good"
                 )
-            good, bad = version if verdict else good, version if verdict is False else bad
+            good = version if verdict else good
+            bad = version if verdict is False else bad
     if good + 1 < bad:
         raise CommandError(
             f"the first bad version is in the range {good + 1} to {bad}: your command could not judge any"
@@ -395,7 +401,8 @@ def _follow(arguments: Arguments) -> None:
 
     Ctrl-C ends the command with exit code 130, SIGTERM with 0, in both cases within five seconds.
     """
-    into, once = arguments.into, arguments.once
+    into = arguments.into
+    once = arguments.once
     run = Run(arguments.url, arguments.run_name)
     with _ended_by_signals(), follow(run, into, once=once, on_error=_complain) as versions:
         for version in versions:
@@ -449,7 +456,8 @@ def _gc(arguments: Arguments) -> None:
 
     With Publisher(..., keep="20GB"), the trainer deletes old versions itself.
     """
-    reader, keep = _opened(arguments), Keep.parse(arguments.keep)
+    reader = _opened(arguments)
+    keep = Keep.parse(arguments.keep)
     reader.manifest()  # raises an error if there is no version
     survey = Pruner(reader, keep).survey()
     assert survey is not None, "the run has a version"

@@ -44,7 +44,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _packages() -> bool:
     """Print a line for each requirement but vLLM and TRL. Return whether an installed version is wrong."""
-    wrong, own = False, importlib.metadata.distribution(_NAME)
+    wrong = False
+    own = importlib.metadata.distribution(_NAME)
     seen = {"vllm", "trl"}
     extras = ("", *(own.metadata.get_all("Provides-Extra") or ()))
     for need in map(Requirement, own.requires or ()):

@@ -24,7 +24,8 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     params = _quantity("([KMBT]?)", 1, math.inf, "a number of weights: write 1T, 0.6B, 135M or 240K")
     covered = "a share that `plan` covers: write a percentage from 0.01% to 30%, such as 1%"
     speed = "a link speed: write bytes as 100MB/s or 1GB/s, bits as 10Gb/s"
-    link, share = _quantity("([KMGT]?)[Bb]/s", 1, math.inf, speed), _quantity("(%)", 1e-4, 0.3, covered)
+    link = _quantity("([KMGT]?)[Bb]/s", 1, math.inf, speed)
+    share = _quantity("(%)", 1e-4, 0.3, covered)
     seconds = _quantity("(m?)s", 0, math.inf, "a time: write 100ms or 0.3s")
     add("--params", type=params, required=True, help="number of weights of the model: 1T, 0.6B, 135M")
     add("--changed", dest="share", type=share, required=True, help="share of weights changed in a sync: 1%%")
@@ -70,7 +71,9 @@ def _positive(text: str) -> int:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
+    asked = plan.question
+    shares = cost.SIZES[plan.question.trainer].shares
+    threads = cost.TWO_THREADS
     gpu = f"one for every {cost.GPU_BYTES / 1e9:.0f} GB"
     machines = f"{plan.trainer_machines} for the trainer, {plan.replica_machines} for a replica"
     taken = plan.taken_requests + cost.POLLS
@@ -105,7 +108,8 @@ def _table(plan: Plan) -> str:
     smaller = f"{plan.full / plan.delta:.0f}"
     exchange = ", exchange included" if plan.trainer_ranks > 1 else ""
     all_smaller = f"{plan.full / plan.sync_bytes:.0f}"
-    threads, workers = _count(plan.threads, "thread"), _count(plan.replica_workers, "worker")
+    threads = _count(plan.threads, "thread")
+    workers = _count(plan.replica_workers, "worker")
     slow = "replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "publisher sets"
     pace = "every step" if asked.steps_per_hour else f"the {slow} the pace"
     if plan.steps_per_version > 1.005:  # a smaller ratio would be printed as 1
@@ -118,7 +122,8 @@ def _table(plan: Plan) -> str:
     spaces = f"none|no Space has {size(cost.REPLICA_BYTES * asked.params)} of GPU memory"
     if plan.replicas_usd_hour is not None:
         spaces = f"${plan.replicas_usd_hour:,.2f}/h|{asked.replicas} x {plan.space}"
-    how, ranks = f"encoding {asked.encoding}, trainer {asked.trainer}", _count(plan.trainer_ranks, "rank")
+    how = f"encoding {asked.encoding}, trainer {asked.trainer}"
+    ranks = _count(plan.trainer_ranks, "rank")
     links = _count(plan.trainer_machines, "link")
     rows = f"""\
 one sync of {count_text(asked.params)} weights, {100 * asked.share:.3g} % changed, {how}

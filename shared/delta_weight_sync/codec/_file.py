@@ -31,7 +31,9 @@ DELTA_FORMAT = "delta-weight-sync-delta/2"
 Shapes = Mapping[str, tuple[int, ...]]
 Encoding = Literal["fast", "small"]
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
-_MOST, _DIMS = 1 << 48, 32  # max elements and max dimensions of a tensor
+# max elements and max dimensions of a tensor
+_MOST = 1 << 48
+_DIMS = 32
 _Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a group's index
 _TABLE = TypeAdapter(Many[tuple[str, Annotated[Many[_Number], Field(max_length=_DIMS)], _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])
@@ -64,7 +66,8 @@ class Delta:
                 metadata = file.metadata() or {}
             if metadata.get("format") != DELTA_FORMAT:
                 raise CodecError(f"its format is {metadata.get('format')!r}, not {DELTA_FORMAT!r}")
-            self.base, self.version = int(metadata["base"]), int(metadata["version"])
+            self.base = int(metadata["base"])
+            self.version = int(metadata["version"])
             self.groups = _GROUPS.validate_json(metadata["groups"], strict=True)
             self._read_table(metadata["tensors"])
 
@@ -113,7 +116,8 @@ class Delta:
 
     def _decode_jobs(self, file: Any, old: Old, share: Share) -> Iterator[tuple[Any, ...]]:
         for number in range(share[0], len(self.groups), share[1]):
-            group, (a, b) = self.groups[number], self._starts[number : number + 2]
+            group = self.groups[number]
+            (a, b) = self._starts[number : number + 2]
             streams = {name: _stream(file, f"{number}.{name}") for name in groups.LAYOUTS[group.mode].streams}
             olds = groups.read_old(group.mode, self._names[a:b], old)
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]

@@ -103,7 +103,8 @@ def compare(tensors: Table, threads: int = 0) -> tuple[Table, Index, Bits]:
     jobs = (batches[first : first + _BATCHES] for first in range(0, len(batches), _BATCHES))
 
     def work(some: list[Table]) -> list[tuple[Table, Index, Bits]]:
-        index, ulps = np.empty(2 * _CHUNK, np.int64), np.empty(2 * _CHUNK, np.uint16)
+        index = np.empty(2 * _CHUNK, np.int64)
+        ulps = np.empty(2 * _CHUNK, np.uint16)
         found = []
         for batch in some:
             counts = np.zeros((2, len(batch)), np.int64)
@@ -153,7 +154,8 @@ def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
     """Merge patches `first` and later patches `second`: one patch per tensor, without changes that cancel."""
     merged = {p.name: p for p in first}
     for later in second:
-        name, shape = later.name, later.shape
+        name = later.name
+        shape = later.shape
         earlier = merged.setdefault(name, later)
         if earlier.shape != shape:
             raise CodecError(f"{name}: shape changed from {earlier.shape} to {shape} within a run")
@@ -180,13 +182,16 @@ def nearest(words: NDArray[np.uint32], bits: Bits) -> None:
 @kernel
 def _compare(tensors: Table, pieces: Table, index: Index, ulps: Bits, counts: Table) -> int:
     """Compare `pieces` (int64 [p, 3]: tensor, first value, number of values); return how many differ."""
-    count, line = 0, np.empty(_LINE, np.uint16)
+    count = 0
+    line = np.empty(_LINE, np.uint16)
     for p in range(pieces.shape[0]):
         tensor, first, size = pieces[p]
         before, now, width, _ = tensors[tensor]
         for at in range(first, first + size, _LINE):
-            length, begin = min(_LINE, first + size - at), count
-            old, new = carray(pointer(before + 2 * at), length), line[:length]
+            length = min(_LINE, first + size - at)
+            begin = count
+            old = carray(pointer(before + 2 * at), length)
+            new = line[:length]
             if width == 4:
                 nearest(carray(pointer(now + 4 * at), 2 * length).view(np.uint32), new)
             else:
@@ -228,7 +233,9 @@ def _add(bits: Bits, index: Index, ulps: Bits) -> None:
 
 @kernel
 def _merge(a: Index, a_ulps: Bits, b: Index, b_ulps: Bits, index: Index, ulps: Bits) -> int:
-    i, j, count = 0, 0, 0
+    i = 0
+    j = 0
+    count = 0
     while i < a.size or j < b.size:
         from_a = i < a.size and (j == b.size or a[i] <= b[j])
         from_b = j < b.size and (i == a.size or b[j] <= a[i])

@@ -41,7 +41,8 @@ State = NDArray[np.int64]
 @kernel
 def rice_k(numbers: Numbers) -> tuple[int, int]:
     """Return (k, bits): the best k for runs between independent events, and the length of their section."""
-    total, k = np.int64(0), 0
+    total = np.int64(0)
+    k = 0
     for number in numbers:
         total += number
     if total > 0:
@@ -57,12 +58,14 @@ def put_rice(numbers: Numbers, k: int, words: Words, at: int) -> int:
     """Write a section (all remainders, then all quotients) at bit `at` of zeroed `words`; return its end."""
     _put_remainders(numbers, k, words, at)
     at += k * numbers.size
-    place, word = at >> 6, words[at >> 6]
+    place = at >> 6
+    word = words[at >> 6]
     for number in numbers:
         at += number >> k
         if at >> 6 != place:
             words[place] = word
-            place, word = at >> 6, np.uint64(0)
+            place = at >> 6
+            word = np.uint64(0)
         word |= np.uint64(1) << np.uint64(at & 63)
         at += 1
     words[place] = word
@@ -71,14 +74,17 @@ def put_rice(numbers: Numbers, k: int, words: Words, at: int) -> int:
 
 @kernel
 def _put_remainders(numbers: Numbers, k: int, words: Words, at: int) -> None:
-    place, filled, word = at >> 6, at & 63, words[at >> 6]
+    place = at >> 6
+    filled = at & 63
+    word = words[at >> 6]
     for number in numbers:
         remainder = np.uint64(number & ((1 << k) - 1))
         word |= remainder << np.uint64(filled)
         filled += k
         if filled >= 64:
             words[place] = word
-            place, filled = place + 1, filled - 64
+            place += 1
+            filled = filled - 64
             word = remainder >> np.uint64(k - filled)
     words[place] = word
 
@@ -86,7 +92,8 @@ def _put_remainders(numbers: Numbers, k: int, words: Words, at: int) -> None:
 @kernel
 def _peek(words: Words, at: int) -> np.uint64:
     """Return 64 bits from bit `at` on. The word that holds bit `at` and the next word must exist."""
-    number, shift = np.uint64(at) >> np.uint64(6), np.uint64(at) & np.uint64(63)
+    number = np.uint64(at) >> np.uint64(6)
+    shift = np.uint64(at) & np.uint64(63)
     after = words[number + np.uint64(1)] << np.uint64(1)  # two shifts, because a shift by 64 is undefined
     return words[number] >> shift | after << (np.uint64(63) - shift)
 
@@ -110,7 +117,8 @@ def next_one(words: Words, at: int, end: int) -> int:
 @kernel
 def golomb_k(numbers: Numbers) -> tuple[int, int]:
     """Return (k, bits): the k that makes the Exp-Golomb section of `numbers` shortest, and its length."""
-    best_k, best_bits = 0, np.int64(-1)
+    best_k = 0
+    best_bits = np.int64(-1)
     for k in range(MAX_GOLOMB + 1):
         bits = np.int64(0)
         for number in numbers:
@@ -118,7 +126,8 @@ def golomb_k(numbers: Numbers) -> tuple[int, int]:
         bits -= np.int64(numbers.size) * (k + 1)
         if best_bits >= 0 and bits > best_bits:
             break  # as k grows, the length has a single minimum
-        best_k, best_bits = k, bits
+        best_k = k
+        best_bits = bits
     return best_k, int(best_bits)
 
 
@@ -179,13 +188,15 @@ class Section(NamedTuple):
 
 def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
     """Encode bands. `bands[b]`: the run before each marked item of band b; `totals[b]`: number of items."""
-    sections, coded = list[Section](), list[Numbers]()
+    sections = list[Section]()
+    coded = list[Numbers]()
     for runs, total in zip(bands, totals, strict=True):
         flip = 2 * runs.size > total
         coded.append(_flipped(runs, total) if flip else runs)
         k, bits = rice_k(coded[-1])
         sections.append(Section(coded[-1].size, k, flip, bits))
-    words, at = np.zeros(sum(section.bits for section in sections) // 64 + 2, np.uint64), 0
+    words = np.zeros(sum(section.bits for section in sections) // 64 + 2, np.uint64)
+    at = 0
     for runs, section in zip(coded, sections, strict=True):
         at = put_rice(runs, section.k, words, at)
     return sections, to_bytes(words, at)
@@ -198,7 +209,9 @@ def open_runs(
 
     Raises `CodecError` if a section does not fit or begins with a damaged run. `what`: name for messages.
     """
-    words, state, at = to_words(stream), np.zeros((7, len(sections)), np.int64), 0
+    words = to_words(stream)
+    state = np.zeros((7, len(sections)), np.int64)
+    at = 0
     for band, (events, k, flipped, bits) in enumerate(sections):
         if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
             raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
@@ -214,9 +227,14 @@ def open_runs(
 @kernel
 def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int:
     """Write the positions of events in a band's next `numel` items. Return their number; -1: damaged."""
-    count, at, k = 0, state[RUN, band], state[K, band]  # keeps the state in registers
-    left, remainder = state[LEFT, band], state[REMAINDER, band]
-    quotient, end = state[QUOTIENT, band], state[END, band]
+    # keeps the state in registers
+    count = 0
+    at = state[RUN, band]
+    k = state[K, band]
+    left = state[LEFT, band]
+    remainder = state[REMAINDER, band]
+    quotient = state[QUOTIENT, band]
+    end = state[END, band]
     number = quotient >> 6
     word = words[number] >> np.uint64(quotient & 63) << np.uint64(quotient & 63)
     while at < numel:
@@ -239,8 +257,10 @@ def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int
         at += 1 + (zeros << k) + take(words, remainder, k)
         remainder += k
         quotient = one + 1
-    state[RUN, band], state[LEFT, band] = at - numel, left
-    state[REMAINDER, band], state[QUOTIENT, band] = remainder, quotient
+    state[RUN, band] = at - numel
+    state[LEFT, band] = left
+    state[REMAINDER, band] = remainder
+    state[QUOTIENT, band] = quotient
     return count
 
 
@@ -249,10 +269,12 @@ def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
     """Like `walk` for a single band, but write the positions of marked items, even if the band is flipped."""
     if not state[FLIPPED, 0]:
         return walk(words, state, 0, numel, index)
-    unmarked, found = np.empty(_PART, np.int64), 0
+    unmarked = np.empty(_PART, np.int64)
+    found = 0
     for start in range(0, numel, _PART):
         size = min(_PART, numel - start)
-        events, at = walk(words, state, 0, size, unmarked), 0
+        events = walk(words, state, 0, size, unmarked)
+        at = 0
         if events < 0 or found + size - events > index.size:
             return -1
         for j in range(events + 1):
@@ -273,11 +295,13 @@ def finished(state: State) -> bool:
 def _flipped(runs: Numbers, total: int) -> Numbers:
     """Return the runs of a flipped band: how many marked items directly precede each unmarked item."""
     flipped = np.zeros(total - runs.size, np.int64)
-    at, marked = 0, 0
+    at = 0
+    marked = 0
     for run in runs:
         if run > 0:
             flipped[at] = marked
-            at, marked = at + run, 0
+            at += run
+            marked = 0
         marked += 1
     if at < flipped.size:
         flipped[at] = marked

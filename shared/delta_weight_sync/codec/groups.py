@@ -34,7 +34,8 @@ Many = Annotated[tuple[Item, ...], FailFast()]  # validation stops at the first 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
 _FEW = 64  # a tensor with fewer changes is coded in mode `gaps` or `bands`, see `encode_jobs`
 _CLUSTERED = 4.0  # try a bitmask if adjacent changes are this many times as frequent as by chance
-_UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
+_UP = np.uint16(1)
+_DOWN = np.uint16(0xFFFF)
 _BY_BAND = positions.cut(range(1, BANDS))  # for weights from `_as_weights`: the exponent is the band
 _ZSTD_LEVEL = 1
 
@@ -49,7 +50,8 @@ class Layout(NamedTuple):
 
 
 _VALUES = ("signs", "large", "sizes")
-_ONE_BAND, _EIGHT_BANDS = (0, 1, 1, 1), (BANDS - 1, BANDS, BANDS, BANDS)
+_ONE_BAND = (0, 1, 1, 1)
+_EIGHT_BANDS = (BANDS - 1, BANDS, BANDS, BANDS)
 _BY_EXPONENT = "distances within eight bands of weights, separated at exponents {}"
 LAYOUTS: dict[Mode, Layout] = {
     "gaps": Layout("distances between changes", _ONE_BAND, ("gaps", *_VALUES)),
@@ -92,8 +94,10 @@ class Decoded:
     @classmethod
     def of(cls, patches: Sequence[Patch]) -> "Decoded":
         """Join patches."""
-        names, changes = [p.name for p in patches], np.array([p.index.size for p in patches], np.int64)
-        index, ulps = join([p.index for p in patches], np.int64), join([p.ulps for p in patches], np.uint16)
+        names = [p.name for p in patches]
+        changes = np.array([p.index.size for p in patches], np.int64)
+        index = join([p.index for p in patches], np.int64)
+        ulps = join([p.ulps for p in patches], np.uint16)
         return cls(names, changes, index, ulps)
 
     def patches(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Patch]:
@@ -107,17 +111,21 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
     if mode in ("dense", "raw"):
         return Group(mode=mode), _encode_all(mode, patches, old)
     ulps = join([p.ulps for p in patches], np.uint16)
-    bands, band_of = 1, np.zeros(ulps.size, np.uint8)
+    bands = 1
+    band_of = np.zeros(ulps.size, np.uint8)
     fields: dict[str, Any] = {"mode": mode}  # of the `Group`
     streams: Streams = {}
     if mode == "bands":
         olds = [old(p.name).reshape(-1) for p in patches]
-        bands, fields["limits"] = BANDS, positions.choose_limits(olds, patches)
-        indices, cut = [p.index for p in patches], positions.cut(fields["limits"])
+        bands = BANDS
+        fields["limits"] = positions.choose_limits(olds, patches)
+        indices = [p.index for p in patches]
+        cut = positions.cut(fields["limits"])
         runs, elements, band_of = positions.band_runs(olds, indices, cut)
         fields["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
     elif mode == "gaps":
-        runs, elements = [_flat_runs(patches)], [sum(p.numel for p in patches)]
+        runs = [_flat_runs(patches)]
+        elements = [sum(p.numel for p in patches)]
         fields["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
     else:  # one bit per element, tensor after tensor, row-major, lowest bit first
         mask = np.zeros(sum(p.numel for p in patches), np.bool_)
@@ -208,18 +216,21 @@ def _move(index: Index, numels: Index, changes: Index) -> int:
 
     Returns -1, or the index of a tensor whose number of changes is not the one in `changes`.
     """
-    at, first = 0, np.int64(0)
+    at = 0
+    first = np.int64(0)
     for tensor in range(numels.size):
         end = at + changes[tensor]
         if end > index.size or (end < index.size and index[end] < first + numels[tensor]):
             return tensor
-        part, outside = index[at:end], False
+        part = index[at:end]
+        outside = False
         for j in range(part.size):
             part[j] -= first
             outside |= (part[j] < 0) | (part[j] >= numels[tensor])
         if outside:
             return tensor
-        at, first = end, first + numels[tensor]
+        at = end
+        first += numels[tensor]
     return -1 if at == index.size else numels.size - 1
 
 
@@ -230,12 +241,14 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
     if bands > 1:
         runs, changes, _ = positions.band_runs([_as_weights(band_of)], [at], _BY_BAND)
     else:
-        runs, changes = [np.diff(at, prepend=-1) - 1], [band_of.size]
+        runs = [np.diff(at, prepend=-1) - 1]
+        changes = [band_of.size]
     large, where = bits.encode_runs(runs, changes)
     amounts = np.minimum(ulps[at], 0 - ulps[at]).astype(np.int64) - 2
     parts = positions.by_band(amounts, band_of[at], bands)
     sizes = [bits.golomb_k(part) for part in parts]
-    words, bit = np.zeros(sum(length for _, length in sizes) // 64 + 2, np.uint64), 0
+    words = np.zeros(sum(length for _, length in sizes) // 64 + 2, np.uint64)
+    bit = 0
     for part, (k, _) in zip(parts, sizes, strict=True):
         bit = bits.put_golomb(part, k, words, bit)
     signs = np.packbits(ulps >= 0x8000, bitorder="little")
@@ -246,7 +259,9 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
 def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
     if streams["signs"].size != (band_of.size + 7) // 8:
         raise CodecError(f"{streams['signs'].size} bytes of signs for {band_of.size} changes")
-    sizes, at = np.zeros((3, len(group.sizes)), np.int64), 0  # rows: next bit, end, k
+    # rows: next bit, end, k
+    sizes = np.zeros((3, len(group.sizes)), np.int64)
+    at = 0
     for band, (k, length) in enumerate(group.sizes):
         if not (0 <= k <= bits.MAX_GOLOMB and 0 <= length <= 8 * streams["sizes"].size - at):
             raise CodecError(f"a section of {length} bits does not fit its stream")
@@ -290,7 +305,8 @@ def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) 
 def _flat_runs(patches: Sequence[Patch]) -> Index:
     """int64 [n]: for each change of a group, the number of unchanged elements since the previous change."""
     out = np.empty(sum(p.index.size for p in patches), np.int64)
-    carried, first = 0, 0
+    carried = 0
+    first = 0
     for patch in patches:
         carried = positions.flat_runs(patch.index, patch.numel, carried, out[first:])
         first += patch.index.size
@@ -325,13 +341,15 @@ def encode_jobs(
         return old(name).astype(np.uint16, copy=False)
 
     members: list[Patch] = []
-    mode, elements = sparse, 0
+    mode = sparse
+    elements = 0
     for patch in patches:
         others = [mode for mode in _other_modes(patch) if old or not LAYOUTS[mode].reads_old]
         best = _smallest([sparse, *others], patch, words) if others else sparse
         if members and (best != mode or elements >= most):
             yield mode, members, read_old(mode, [p.name for p in members], words).__getitem__
-            members, elements = [], 0
+            members = []
+            elements = 0
         mode = best
         members.append(patch)
         elements += patch.numel

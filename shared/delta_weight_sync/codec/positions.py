@@ -23,7 +23,9 @@ Band = NDArray[np.uint8]
 Floats = NDArray[np.float64]
 Cut = tuple[NDArray[np.int8], Band]
 Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
-_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # `choose_limits` samples about this many of a group
+# `choose_limits` samples about this many of a group
+_WEIGHTS = 1 << 16
+_CHANGES = 1 << 15
 _BLOCKS = 64  # blocks in a chunk; `at_most` compares this many numbers
 _CHUNK = _BLOCKS * LANES
 _NONE = 1e-6  # used instead of 0 events, which would cause a division by 0
@@ -51,7 +53,8 @@ def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
     weight_step = sum(old.size for old in olds) // _WEIGHTS | 1
     change_step = sum(patch.index.size for patch in patches) // _CHANGES | 1
     changed = [old[patch.index[::change_step]] for old, patch in zip(olds, patches, strict=True)]
-    weights, changes = np.concatenate([old[::weight_step] for old in olds]), np.concatenate(changed)
+    weights = np.concatenate([old[::weight_step] for old in olds])
+    changes = np.concatenate(changed)
     amounts = np.concatenate([patch.ulps[::change_step].view(np.int16) for patch in patches])
     sampled = weights, changes, changes[(amounts != 1) & (amounts != -1)]
     counts = np.array([np.bincount(bits >> 7 & 0xFF, minlength=256) for bits in sampled], np.float64)
@@ -60,10 +63,12 @@ def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
     firsts = np.flatnonzero(counts[0])
     bands = counts[:, firsts]
     while firsts.size > BANDS:
-        bits, joined = _bits(bands), bands[:, :-1] + bands[:, 1:]
+        bits = _bits(bands)
+        joined = bands[:, :-1] + bands[:, 1:]
         best = int(np.argmin(_bits(joined) - bits[:-1] - bits[1:]))
         bands[:, best] = joined[:, best]
-        bands, firsts = np.delete(bands, best + 1, 1), np.delete(firsts, best + 1)
+        bands = np.delete(bands, best + 1, 1)
+        firsts = np.delete(firsts, best + 1)
     return [0] * (BANDS - firsts.size) + firsts[1:].tolist()
 
 
@@ -71,7 +76,8 @@ def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
 def _bits(bands: Floats) -> Floats:
     """Return each band's expected bits. `bands`, [3, n]: numbers of weights, changes and large changes."""
     # Two sections per band (see `bits`): changes among the weights, and large changes among the changes.
-    items, marked = bands[:2], bands[1:]
+    items = bands[:2]
+    marked = bands[1:]
     events = np.minimum(marked, items - marked)  # a section lists the rarer items: marked, or not marked
     other = 1 - np.maximum(events, _NONE) / np.maximum(items, 1)  # the probability that an item is no event
     k = np.maximum(np.ceil(np.log2(LOG_LIMIT / np.log(other))), 0)
@@ -114,8 +120,11 @@ def band_runs(
     `olds`, `indices`: for each tensor, its flat old bits and the positions of its changes.
     """
     changes = sum(index.size for index in indices)
-    runs, band_of = np.empty(changes, np.int64), np.empty(changes, np.uint8)
-    carried, elements, first = np.zeros(BANDS, np.int64), np.zeros(BANDS, np.int64), 0
+    runs = np.empty(changes, np.int64)
+    band_of = np.empty(changes, np.uint8)
+    carried = np.zeros(BANDS, np.int64)
+    elements = np.zeros(BANDS, np.int64)
+    first = 0
     for old, index in zip(olds, indices, strict=True):
         _band_runs(old, cut, index, carried, elements, runs[first:], band_of[first:])
         first += index.size
@@ -131,13 +140,16 @@ def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
 @kernel
 def band_walk(words: Words, state: State, old: Bits, cut: Cut, index: Index, band_of: Band) -> int:
     """Write each change's position to `index`, its band to `band_of`. Return their number; -1: damaged."""
-    chunk, ranks, marked = _empty_chunk(), np.empty(_CHUNK, np.int64), np.empty(_BLOCKS, np.uint64)
+    chunk = _empty_chunk()
+    ranks = np.empty(_CHUNK, np.int64)
+    marked = np.empty(_BLOCKS, np.uint64)
     found = 0
     for start in range(0, old.size, _CHUNK):
         _sort(old[start : start + _CHUNK], cut[0], chunk)
         if not _mark(words, state, chunk, ranks, marked):
             return -1
-        first, found = found, _list(marked, start, index, found)
+        first = found
+        found = _list(marked, start, index, found)
         for j in range(first, found):
             band_of[j] = cut[1][_exponent(old[index[j]])]
         if found < 0:
@@ -147,7 +159,8 @@ def band_walk(words: Words, state: State, old: Bits, cut: Cut, index: Index, ban
 
 @kernel
 def _empty_chunk() -> Chunk:
-    masks, before = np.empty((_BLOCKS, BANDS), np.uint64), np.empty((BANDS, _BLOCKS), np.int16)
+    masks = np.empty((_BLOCKS, BANDS), np.uint64)
+    before = np.empty((BANDS, _BLOCKS), np.int16)
     return masks, before, np.empty(BANDS, np.int64)
 
 
@@ -164,7 +177,8 @@ def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
     for block in range(whole):
         split(old, block * LANES, _ALL, limits, masks[block])
         _count(masks[block], before[:, block], totals)
-    masks[whole:], before[:, whole:] = 0, _NEVER
+    masks[whole:] = 0
+    before[:, whole:] = _NEVER
     rest = old.size - whole * LANES
     if rest > 0:
         # `split` clears the bits of padding in the last band only. So the padding must be in that band.
@@ -187,16 +201,19 @@ def _band_runs(
 ) -> None:
     """Write the run and the band of each change of a tensor. Also update, for each band, `carried` (weights
     since the last change) and `elements` (all weights)."""
-    chunk, at = _empty_chunk(), 0
+    chunk = _empty_chunk()
+    at = 0
     masks, before, totals = chunk
     for start in range(0, old.size, _CHUNK):
         _sort(old[start : start + _CHUNK], cut[0], chunk)
         while at < index.size and index[at] < start + _CHUNK:
             place = index[at] - start
-            band, block = cut[1][_exponent(old[index[at]])], place // LANES
+            band = cut[1][_exponent(old[index[at]])]
+            block = place // LANES
             lower = (np.uint64(1) << np.uint64(place % LANES)) - np.uint64(1)
             rank = before[band, block] + ones(masks[block, band] & lower)
-            runs[at], band_of[at] = carried[band] + rank, band
+            runs[at] = carried[band] + rank
+            band_of[at] = band
             carried[band] = -1 - rank  # adding the next change's rank gives the weights between the two
             at += 1
         for band in range(BANDS):
@@ -226,7 +243,8 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
 def _list(marked: Words, first: int, index: Index, found: int) -> int:
     """Append the positions of `marked` weights to `index`. Return the new `found`; -1 if `index` is full."""
     for block in range(_BLOCKS):
-        word, end = marked[block], found + ones(marked[block])
+        word = marked[block]
+        end = found + ones(marked[block])
         if end > index.size:
             return -1
         start = first + block * LANES

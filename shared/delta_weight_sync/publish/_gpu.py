@@ -85,7 +85,8 @@ class DeviceDiff:
         at, ulps = ([tensor.numpy() for tensor in found[which::2]] for which in (0, 1))
         for number, amounts in enumerate(ulps):
             if not amounts.all():  # a NaN that was one before
-                at[number], ulps[number] = at[number][amounts != 0], amounts[amounts != 0]
+                at[number] = at[number][amounts != 0]
+                ulps[number] = amounts[amounts != 0]
         patches = _patches(parts, chunks, at, ulps)
         return Changes(self._device, patches, infinite, moved, [*kept])
 
@@ -100,7 +101,8 @@ class DeviceDiff:
         old = self._old(chunk)
         changed = (bits != old).nonzero().view(-1)  # waits
         table = columns[[piece.part for piece in chunk]].T.copy()
-        table[_FIRST], ends = [piece.first for piece in chunk], np.cumsum(sizes)
+        table[_FIRST] = [piece.first for piece in chunk]
+        ends = np.cumsum(sizes)
         table[_START] = ends - sizes
         there, bounds = (gpu.upload(array, self._device) for array in (table, ends))
         at, ulps = (torch.empty_like(changed, dtype=kind) for kind in (torch.int32, torch.int16))
@@ -116,7 +118,8 @@ class DeviceDiff:
             moved = gpu.factors(there[_SEED][of], position).mul_(gpu.unsigned(now) - gpu.unsigned(was))
             infinite = ((now & INFINITY) == INFINITY) & (now != was) & (there[_CHECKED][of] == 1)
             totals += torch.stack([moved.sum(), infinite.sum()])
-            at[some], ulps[some] = where, now - was
+            at[some] = where
+            ulps[some] = now - was
         memory = gpu.words_of(mirrors[parts[chunk[0].part].name])
         return _Kept(memory, there, bounds, at, ulps), totals
 

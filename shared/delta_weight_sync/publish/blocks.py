@@ -45,7 +45,8 @@ class Block:
     def overlap(self, other: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """Return the elements that are in both boxes, as slices of this box and of the other, or None."""
         ends = np.add(self.offset, self.extent), np.add(other.offset, other.extent)
-        first, end = np.maximum(self.offset, other.offset), np.minimum(*ends)
+        first = np.maximum(self.offset, other.offset)
+        end = np.minimum(*ends)
         if (first >= end).any():
             return None
         here, there = (tuple(map(slice, first - at, end - at)) for at in (self.offset, other.offset))

@@ -51,7 +51,8 @@ class Mirror:
 
     def __init__(self, place: Place = "host", *, finite: bool = False) -> None:
         """`finite`: refuse changes to NaN or infinity."""
-        self._place, self._finite = place, finite
+        self._place = place
+        self._finite = finite
         self._bits: dict[str, torch.Tensor] = {}  # int16, the parameter's shape, contiguous
         self._devices: dict[torch.device, DeviceDiff] = {}
         self._joined: set[str] = set()  # parameters whose mirrors lie together for a device
@@ -92,9 +93,11 @@ class Mirror:
 
     def find_on_host(self, parts: Sequence[Part]) -> list[Patch]:
         """Find the changes of parts on the host, with one call of `codec.compare`."""
-        rows, kept = [], []
+        rows = []
+        kept = []
         for part in parts:
-            old, new = self._bits[part.name], part.tensor
+            old = self._bits[part.name]
+            new = part.tensor
             old = old if part.block.extent == part.block.shape else old[part.block.at]
             old = old.cpu().contiguous()
             if new.dtype not in _READ:
@@ -105,9 +108,11 @@ class Mirror:
         (counts, bad), index, ulps = codec.compare(np.array(rows, np.int64), _threads())
         for number in np.flatnonzero(bad) if self._finite else ():
             self.require_finite(parts[number].name, to_bits(parts[number].tensor))
-        ends, patches = counts.cumsum(), []
+        ends = counts.cumsum()
+        patches = []
         for number in np.flatnonzero(counts):
-            part, (a, b) = parts[number], (ends[number] - counts[number], ends[number])
+            part = parts[number]
+            (a, b) = (ends[number] - counts[number], ends[number])
             patches.append(Patch(part.name, part.block.shape, part.block.positions(index[a:b]), ulps[a:b]))
         return patches
 
@@ -189,7 +194,8 @@ class Search:
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror, self._found = mirror, Found([], [])
-        self._waiting, self._held = list[Part](), 0
+        self._waiting = list[Part]()
+        self._held = 0
 
     def add(self, part: Part) -> None:
         """Add a part, and keep its tensor until the part is compared."""
@@ -200,7 +206,9 @@ class Search:
 
     def found(self) -> Found:
         """Compare the parts that wait. Return the differences of all parts that were added so far."""
-        waiting, self._waiting, self._held = self._waiting, [], 0
+        waiting = self._waiting
+        self._waiting = []
+        self._held = 0
         there = [part for part in waiting if on_device(part.tensor)]
         self._found.devices.extend(self._mirror.find_on_devices(there))
         if on_host := [part for part in waiting if not on_device(part.tensor)]:

@@ -126,7 +126,10 @@ class Outbox:
         keep: Keep | None = None,
         finite: bool = True,
     ) -> None:
-        self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
+        self._writer = writer
+        self._log = log
+        self._encoding = encoding
+        self._untrained = untrained
         self._hub_copy = hub_copy
         self._peers = peers or Peers(alone=True)
         # A second process group, because the background thread must not share the trainer's collectives.
@@ -152,7 +155,8 @@ class Outbox:
         self._updates: list[PendingUpdate] = []  # oldest first; all merged into one, unless one is pinned
         self._held = False  # the newest sync is held back, because the bucket has it
         self._pinned: tuple[str, Manifest | None] = "", None  # digest of the pinned sync; manifest if stored
-        self._busy, self._closed = False, False
+        self._busy = False
+        self._closed = False
         self._reported = True  # whether the version in flight, if any, is in the bucket already
         self._failure: BaseException | None = None
         self._trouble: errors.BucketError | None = None  # why the version in flight is not in the bucket yet
@@ -196,7 +200,8 @@ class Outbox:
     def publish_base(self, weights: Iterable[Held], sync: int) -> None:
         """Publish the first version from the whole weights that rank 0 has."""
         try:
-            started, created_at = time.perf_counter(), time.time()
+            started = time.perf_counter()
+            created_at = time.time()
             self._spread(self._checked(weights))
             self._publish_whole(sync, started, created_at)
         except BaseException as error:
@@ -242,7 +247,8 @@ class Outbox:
         """Merge no later sync into the last one, so that a version will have exactly the last sync's weights.
         Return False if no version will: the bucket has the last sync, but not as the newest version."""
         with self._changed:
-            digest, newest = self.digest, self._writer.newest
+            digest = self.digest
+            newest = self._writer.newest
             pending = not self._reported or (self._updates and not self._held)
             there = newest and newest.digest == digest and not pending
             if self._held and not there:
@@ -305,7 +311,8 @@ class Outbox:
         specs = self.specs
         self._words = sum(map(math.prod, self.shapes.values()))
         self._full_bytes = sum(spec.nbytes for spec in specs.values())
-        files, left = list[list[str]](), -1  # `left`: bytes that the last file has room for
+        files = list[list[str]]()
+        left = -1  # bytes that the last file has room for
         for name in (name for name in specs if self.owners[name] == self._peers.rank):
             left -= specs[name].nbytes
             if left < 0:
@@ -313,7 +320,8 @@ class Outbox:
                 left = _FILE_BYTES - specs[name].nbytes
             files[-1].append(name)
         ranks: list[list[list[str]]] = self._peers.exchange(files)
-        before, count = sum(map(len, ranks[: self._peers.rank])), sum(map(len, ranks))
+        before = sum(map(len, ranks[: self._peers.rank]))
+        count = sum(map(len, ranks))
         names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         names = names if count > 1 else [WEIGHTS]
         self._files = dict(zip(names[before:], files, strict=False))
@@ -326,11 +334,14 @@ class Outbox:
         return not self._busy and (self._held or not self._updates)
 
     def _add(self, weights: Iterable[Held], sync: int, first: bool) -> None:
-        started, created_at = time.perf_counter(), time.time()
-        names, by_name = list[str](), dict[str, list[Patch]]()
+        started = time.perf_counter()
+        created_at = time.time()
+        names = list[str]()
+        by_name = dict[str, list[Patch]]()
         # Compare without the lock: the comparison waits until the GPU has finished all work queued before.
         # `own` searches this rank's blocks of its own tensors; `others`, its blocks of other ranks' tensors.
-        own, others = self.mirror.search(), self._shards.mirror.search()
+        own = self.mirror.search()
+        others = self._shards.mirror.search()
         for held in weights:
             self.require_same(held.name, held.shape)
             self._require_finite(held)
@@ -342,7 +353,8 @@ class Outbox:
                 self._shards.begin(held)
             elif part := self._shards.part(held):
                 others.add(part)
-        found, sent = own.found(), others.found()
+        found = own.found()
+        sent = others.found()
         self._names = self._names or set(names)
         if missing := self._names.difference(names):
             raise errors.CodecError(f"parameter {min(missing)} was not published: publish every parameter")
@@ -378,7 +390,8 @@ class Outbox:
         The run has no version, or its newest version is damaged. In the second case, all later syncs must be
         published, even those that repeat published syncs. So no sync is held back from now on.
         """
-        started, created_at = time.perf_counter(), time.time()
+        started = time.perf_counter()
+        created_at = time.time()
         self.repeated.published = {}
         for held in weights:
             self.shapes[held.name] = held.shape
@@ -438,7 +451,8 @@ class Outbox:
                 # Rank 0 takes its update here; the other ranks do so below, after they have met rank 0. In
                 # between, no rank merges a sync into this update, because rank 0 decides that (see `_add`).
                 job = self._take() if self._peers.main and not self._closed else None
-                self._busy, self._reported = True, False
+                self._busy = True
+                self._reported = False
             try:
                 with self._thread_peers.fail_together():
                     met = self._thread_peers.exchange((self._closed, self.shortcuts.stored()))
@@ -464,11 +478,14 @@ class Outbox:
         return job
 
     def _publish(self, job: PendingUpdate) -> None:
-        version, started = (self.version or 0) + 1, time.perf_counter()
+        version = (self.version or 0) + 1
+        started = time.perf_counter()
         old = functools.partial(self._bits, version=version - 1)
         data = codec.encode(job.patches, old, base=version - 1, version=version, encoding=self._encoding)
-        encode_s, changed = time.perf_counter() - started, sum(p.index.size for p in job.patches)
-        put, writer = functools.partial(self._writer.put_delta, version, data, changed), self._writer
+        encode_s = time.perf_counter() - started
+        changed = sum(p.index.size for p in job.patches)
+        put = functools.partial(self._writer.put_delta, version, data, changed)
+        writer = self._writer
         some = changed or self._peers.main  # only rank 0 stores an empty part
         part = self._until_stored(version, put, put) if some else None
         lacks = bool(some) and part is None  # this outbox was closed before its part was stored
@@ -493,7 +510,8 @@ class Outbox:
         self, version: int, attempt: Callable[[], Kind], again: Callable[[], Kind]
     ) -> Kind | None:
         """Call `attempt`; after each `BucketError`, call `again`. Return the result; after `close`, None."""
-        began, warned = time.monotonic(), -math.inf
+        began = time.monotonic()
+        warned = -math.inf
         while not (self._closed or self._failure):
             try:
                 done = attempt()

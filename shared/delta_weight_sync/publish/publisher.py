@@ -132,7 +132,8 @@ class Publisher:
             # Rank 0 sends all ranks its identity as a writer, and the newest manifest.
             opened = self._peers.exchange(self._writer and (self._writer.writer, self._writer.newest))[0]
             if not self._writer:
-                (place, run), (_, trusted) = split_run(url), writer_keys(signing_key)
+                (place, run) = split_run(url)
+                (_, trusted) = writer_keys(signing_key)
                 self.reader = RunReader(open_bucket(place), run or DEFAULT_RUN, trusted)
             writer = self._writer or PartWriter(self.reader, *opened)
             writer.part = f".r{self._peers.rank}" if self._peers.size > 1 else ""
@@ -223,7 +224,8 @@ class Publisher:
                 call or in the background.
         """
         self.sync = self.sync + 1 if step is None else step
-        first, self._begun = not self._begun, True
+        first = not self._begun
+        self._begun = True
         if first and self._continued and self.resumed_from is None:
             _log.warning(
                 "run %r has versions up to %d, but this trainer resumed no state: the next version holds the"
@@ -273,7 +275,8 @@ class Publisher:
         """
         if self._found is None and self.find_state() is None:
             return None
-        found, self._found = self._found, None
+        found = self._found
+        self._found = None
         assert found is not None
         live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
@@ -499,7 +502,8 @@ class Publisher:
         place, named = split_run(url)
         signing, trusted = writer_keys(signing_key)
         start = Base(base, trust_remote_code=trust_remote_code) if base is not None else None
-        bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
+        bucket = open_bucket(place, create=True)
+        run = named or DEFAULT_RUN
         with contextlib.ExitStack() as stack:
             assets = stack.enter_context(Scratch())
             newest = RunReader(bucket, run, trusted).newest()
@@ -525,7 +529,9 @@ class Publisher:
             if writer.newest:
                 log.complete(writer.newest)
             writer.log = log
-            self._writer, self.reader, self.log = writer, writer.reader, log
+            self._writer = writer
+            self.reader = writer.reader
+            self.log = log
             self._resources = stack.pop_all()
 
 
@@ -539,7 +545,8 @@ def checkpoint_weights(weights: Model, plan: Plan | None = None) -> Weights:
         CodecError: A tensor has no memory that can be read.
         ConfigError: A name begins with PEFT's `base_model.model`.
     """
-    kept, seen = isinstance(weights, Mapping | ItemsView), set[tuple[object, ...]]()
+    kept = isinstance(weights, Mapping | ItemsView)
+    seen = set[tuple[object, ...]]()
     for name, tensor in _items(weights, plan):
         plain = _PREFIX.sub("", name)
         if plain.startswith("base_model.model."):

@@ -276,10 +276,12 @@ def union(parts: Iterable[Patch]) -> list[Patch]:
     if len(found) < 2:
         return found
     found.sort(key=lambda part: int(part.index[0]))
-    index, ulps = np.concatenate([p.index for p in found]), np.concatenate([p.ulps for p in found])
+    index = np.concatenate([p.index for p in found])
+    ulps = np.concatenate([p.ulps for p in found])
     if not (index[1:] > index[:-1]).all():
         order = np.argsort(index)
-        index, ulps = index[order], ulps[order]
+        index = index[order]
+        ulps = ulps[order]
     return [Patch(found[0].name, found[0].shape, index, ulps)]
 
 
@@ -380,7 +382,8 @@ class Peers:
 
 def own_digest(weights: Weights, plan: Plan, owners: Mapping[str, int], rank: int) -> tuple[int, set[str]]:
     """Return the digest of the words that this rank diffs, and the names of all tensors of a version."""
-    total, names = 0, set()
+    total = 0
+    names = set()
     for held in gathered(weights, plan, lambda name, _: owners[name] == rank, first=False):
         names.add(held.name)
         if block := held.own_block(owner=owners[held.name] == rank):

@@ -90,9 +90,12 @@ class Shortcuts:
             bits: Returns a tensor's bits at a version, by undoing what `after` returns.
             files: Writes the files of an anchor of a version to a folder.
         """
-        self._writer, self._encoding = writer, encoding
+        self._writer = writer
+        self._encoding = encoding
         self._pruner = Pruner(writer.reader, keep) if keep and isinstance(writer, RunWriter) else None
-        self._changed, self._bits_at, self._files = changed, bits, files
+        self._changed = changed
+        self._bits_at = bits
+        self._files = files
         self._scratch = Scratch()
         self.folder = self._scratch.path
         if is_memory(self.folder):
@@ -110,7 +113,9 @@ class Shortcuts:
         self._stored: list[Stored] = []  # what `stored` returns next
         self._unnamed: dict[str, int] = {}  # key of a stored file that no manifest names yet -> version
         self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps to upload, as `_jump` returns them
-        self._busy, self._closed, self._warned = False, False, ""
+        self._busy = False
+        self._closed = False
+        self._warned = ""
         self._stayed = 0  # bytes that the last pruning left
         self._came = 0  # bytes that were added between the last two prunings
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
@@ -118,7 +123,8 @@ class Shortcuts:
 
     def restart(self, version: int, digest: str, shapes: Shapes) -> None:
         """Begin at a version that no span leads to. `digest` and `shapes`: of this rank's tensors."""
-        self._newest, self._shapes = (version, digest), shapes
+        self._newest = (version, digest)
+        self._shapes = shapes
         self._starts = [_Start(stride, version, digest) for stride in STRIDES]
 
     def begin(self, version: int, digest: str, patches: Sequence[Patch]) -> None:
@@ -132,7 +138,8 @@ class Shortcuts:
     def stored(self) -> list[Stored]:
         """Return the parts that this rank has stored since the last call."""
         with self._changed:
-            found, self._stored = self._stored, []
+            found = self._stored
+            self._stored = []
             return found
 
     def add(self, version: Published, delta: bytes) -> None:
@@ -220,7 +227,8 @@ class Shortcuts:
         for start in due:
             base = start.version
             self._unsent.append(self._jump(start, version))
-            start.version, start.digest = number, version.digest
+            start.version = number
+            start.digest = version.digest
             self._trim()
             self._join(base, version)
         while self._unsent:
@@ -238,8 +246,10 @@ class Shortcuts:
 
     def _jump(self, start: _Start, end: Published) -> tuple[int, int, bytes, int]:
         """Make the jump from `start` to `end`. Return base, version, bytes, changes."""
-        base, version = start.version, end.manifest.version
-        digest, changes = int(start.digest, 16), 0
+        base = start.version
+        version = end.manifest.version
+        digest = int(start.digest, 16)
+        changes = 0
         # The encoder asks only for old bits of tensors whose patches it holds.
         held = WeakValueDictionary[str, Patch]()
 
@@ -267,7 +277,8 @@ class Shortcuts:
 
     def _put_anchor(self, version: Published) -> list[FileRef]:
         """Write this rank's files of an anchor, and upload them."""
-        number, folder = version.manifest.version, self.folder / "anchor"
+        number = version.manifest.version
+        folder = self.folder / "anchor"
         folder.mkdir()
         try:
             # The trainer needs the disk, too: do not fill it.
@@ -327,7 +338,8 @@ class Shortcuts:
             return
         room = newest.full_bytes + 2 * self._came
         # No manifest will name a file that is older than `oldest`: see `RunWriter.collect`.
-        named, oldest = {file.key for file in newest.files}, newest.version - 2 * max(STRIDES)
+        named = {file.key for file in newest.files}
+        oldest = newest.version - 2 * max(STRIDES)
         self._unnamed = {key: v for key, v in self._unnamed.items() if key not in named and v > oldest}
         try:
             survey = self._pruner.survey(self._unnamed, room)

@@ -24,8 +24,11 @@ class Span:
     ) -> None:
         """`changes`: the patches, or a file from `write`, or why that file could not be written. `shapes`
         must have the changed tensors."""
-        self.base, self.version, self.digest = base, version, digest
-        self._source, self._shapes = changes, shapes
+        self.base = base
+        self.version = version
+        self.digest = digest
+        self._source = changes
+        self._shapes = shapes
         self._patches: dict[str, Patch] = {}  # all patches; of a file, those of one group
         if not isinstance(changes, Path | OSError):
             self._patches = {patch.name: patch for patch in changes}
@@ -49,7 +52,9 @@ class Span:
     def rest(self) -> None:
         """Free the memory that reading the file took."""
         if isinstance(self._source, Path):
-            self._patches, self._groups, self._delta = {}, {}, None
+            self._patches = {}
+            self._groups = {}
+            self._delta = None
 
     def delete(self) -> None:
         """Delete the file, if any."""

@@ -60,11 +60,13 @@ class UndoLog:
                 f"the undo log holds syncs {self.syncs[0]} to {self.syncs[-1]}, not {sync};"
                 " call `keep_undo_log` with a larger number"
             )
-        first, last = self.syncs.index(start), self.syncs.index(end)
+        first = self.syncs.index(start)
+        last = self.syncs.index(end)
         steps = self._steps[first:last] if first <= last else self._steps[last:first][::-1]
         changes = [change for step in steps for change in step]
         for name, positions, ulps in changes:
-            bits, sign = bf16_bits(weights[name]), -1 if first > last else 1
+            bits = bf16_bits(weights[name])
+            sign = -1 if first > last else 1
             bits.index_add_(0, positions.to(bits.device), ulps.to(bits.device), alpha=sign)
         return sum(len(positions) for _, positions, _ in changes)
 

@@ -54,8 +54,12 @@ class PartWriter:
     """Stores what one rank owns of a run. `part` is in the keys of this rank's deltas and jumps."""
 
     def __init__(self, reader: RunReader, writer: Writer, newest: Manifest | None, part: str = "") -> None:
-        self.reader, self.bucket, self.keys = reader, reader.bucket, reader.keys
-        self.writer, self.newest, self.part = writer, newest, part
+        self.reader = reader
+        self.bucket = reader.bucket
+        self.keys = reader.keys
+        self.writer = writer
+        self.newest = newest
+        self.part = part
         self.receipts: Mapping[str, str] = {}  # key -> receipt, of parts of the next version
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
@@ -99,7 +103,8 @@ class RunWriter(PartWriter):
         reader = RunReader(bucket, run, trusted)
         others = reader.writers()
         super().__init__(reader, Writer.after(others), None)
-        self.model, self.assets = model, assets
+        self.model = model
+        self.assets = assets
         self._asset_refs: list[FileRef] = []
         self._decided: Manifest | None = None  # the next version, until it is in the bucket
         self._delta: tuple[str, bytes] | None = None  # key and content of that version's delta
@@ -177,7 +182,8 @@ class RunWriter(PartWriter):
         listed = {file.key: there.get(file.key) for file in files}
         self._damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
         if not self._damaged:
-            self._listed, self._intact = listed, newest.version
+            self._listed = listed
+            self._intact = newest.version
 
     def _is_damaged(self, file: FileRef, now: ObjectInfo | None) -> bool:
         if now is None or now.size != file.size:
@@ -256,7 +262,8 @@ class RunWriter(PartWriter):
         `delta`: the parts of the delta from the version before; empty for a version that is published whole.
         """
         delta = joined(delta)
-        previous, version = self.newest, self.newest.version + 1 if self.newest else 0
+        previous = self.newest
+        version = self.newest.version + 1 if self.newest else 0
         newest_anchor = anchor or self._new_anchor or (previous.anchor if previous else None)
         assert newest_anchor is not None, "version 0 needs an anchor"
         deltas = (*previous.deltas, *delta) if previous and delta else ()
@@ -298,14 +305,18 @@ class RunWriter(PartWriter):
         assert manifest is not None, "no version is decided"
         objects = [self._delta] if self._delta else []
         if manifest.version == 0:
-            full, now = manifest.full_bytes, time.time()
+            full = manifest.full_bytes
+            now = time.time()
             info = RunInfo(run=self.keys.run, model=self.model, created_at=now, full_bytes=full)
             objects.append((self.keys.info, info.to_bytes()))
             objects.append((self.keys.page, run_page(self.bucket.url, self.model, manifest)))
         objects.append((self._reference(manifest).key, manifest.to_bytes()))
         self._put([*objects, self._head(manifest)], log=self.log)
         self._require_ownership()
-        self.newest, self._decided, self._delta, self.receipts = manifest, None, None, {}
+        self.newest = manifest
+        self._decided = None
+        self._delta = None
+        self.receipts = {}
         del self._jumps[: self._considered]
         if self._new_anchor == manifest.anchor:
             self._new_anchor = None

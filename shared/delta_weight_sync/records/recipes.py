@@ -45,7 +45,8 @@ def cheapest_recipe(
     for (base, end), parts in sorted(links.items(), key=lambda link: link[0][0]):
         if base in reached:
             size, files, start, _ = reached[base]
-            cost, there = (size + sum(part.size for part in parts), files + len(parts)), reached.get(end)
+            cost = (size + sum(part.size for part in parts), files + len(parts))
+            there = reached.get(end)
             if there is None or cost < there[:2]:
                 reached[end] = *cost, start, parts
     if version not in reached:

@@ -52,7 +52,8 @@ class S3Bucket(store.Bucket):
             with self._explained("", write=True):
                 # obstore cannot create a bucket, but it can sign the request.
                 url = obstore.sign(self._store, "PUT", "", timedelta(minutes=5))
-                region, kind = os.environ.get("AWS_DEFAULT_REGION", "us-east-1"), "CreateBucketConfiguration"
+                region = os.environ.get("AWS_DEFAULT_REGION", "us-east-1")
+                kind = "CreateBucketConfiguration"
                 body = f"<{kind}><LocationConstraint>{region}</LocationConstraint></{kind}>"
                 data = b"" if region == "us-east-1" else body.encode()
                 urlopen(Request(url, data, method="PUT"), timeout=30).close()
@@ -96,11 +97,13 @@ class S3Bucket(store.Bucket):
         return (self._info(one) for one in found if one["path"].startswith(folder))
 
     def _info(self, found: obstore.ObjectMeta) -> store.ObjectInfo:
-        key, etag = found["path"].removeprefix(self._root), (found["e_tag"] or "").strip('"')
+        key = found["path"].removeprefix(self._root)
+        etag = (found["e_tag"] or "").strip('"')
         return store.ObjectInfo(key, found["size"], etag, found["last_modified"].timestamp())
 
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
-        code, right = _code(error), "write" if write else "read"
+        code = _code(error)
+        right = "write" if write else "read"
         missing = isinstance(error, FileNotFoundError)
         if code == "NoSuchBucket" or (missing and not self._is_there()):
             return errors.BucketMissingError(f"{self.url} does not exist: create it or correct its name")

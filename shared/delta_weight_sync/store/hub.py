@@ -76,7 +76,8 @@ CONNECT_S: Final = 10.0  # seconds to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
 STEADY_S: Final = 60.0  # after a connection that lasted this long, reconnect within a second
 # The pause after a connection that was shorter. Each further short one doubles the pause, up to a limit.
-FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0
+FIRST_FEED_PAUSE_S = 5.0
+LONGEST_FEED_PAUSE_S = 320.0
 
 _quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what the Hub says of the token's quota
 
@@ -111,7 +112,8 @@ def _hook(client: Any) -> None:
     with _hooking:
         hooks = client.event_hooks
         if _limit_time not in hooks["request"]:
-            before, after = hooks["request"], hooks["response"]
+            before = hooks["request"]
+            after = hooks["response"]
             client.event_hooks = {"request": [*before, _limit_time], "response": [*after, _note_answer]}
 
 
@@ -126,7 +128,8 @@ def _note_answer(response: Any) -> None:
     if not (account := _account.get()):
         return
     account.ledger.add(account.kind, requests=1)
-    quota, headers = account.quota, response.headers
+    quota = account.quota
+    headers = response.headers
     said = parse_ratelimit_headers(headers)
     if response.status_code == 429:
         quota.refused(_retry_after_s(headers))
@@ -140,7 +143,8 @@ def _note_answer(response: Any) -> None:
 
 def _retry_after_s(headers: Any) -> float | None:
     """Return the seconds for which an answer asks the client to stay away; None if it names no time."""
-    retry_after, quota = headers.get("retry-after", ""), parse_ratelimit_headers(headers)
+    retry_after = headers.get("retry-after", "")
+    quota = parse_ratelimit_headers(headers)
     if retry_after.isdecimal():
         return float(retry_after)
     return float(quota.reset_in_seconds) if quota else None
@@ -401,7 +405,8 @@ class HubBucket(store.Bucket):
         )
 
     def _refusal(self, error: HfHubHTTPError, place: str, write: bool) -> errors.BucketError:
-        status, right = error.response.status_code, "write" if write else "read"
+        status = error.response.status_code
+        right = "write" if write else "read"
         if status in (401, 403):
             why = f"this token has no {right} access" if status == 403 else "the token is wrong or expired"
             why = why if get_token() else "HF_TOKEN is not set"
@@ -435,7 +440,10 @@ class HubNotifications(Notifications):
     def __init__(self, url: str, folder: str, prefix: str, quota: Quota) -> None:
         """`url` is the URL of the feed. Only changes below `prefix`, in the bucket's `folder`, count."""
         super().__init__(quota)
-        self._url, self._folder, self._prefix, self._cursor = url, folder, prefix, ""
+        self._url = url
+        self._folder = folder
+        self._prefix = prefix
+        self._cursor = ""
         self._connection: socket.socket | None = None
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -462,7 +470,8 @@ class HubNotifications(Notifications):
         """Keep a connection to the feed. While there is no connection, the caller polls."""
         failures = 0
         while not self._done.is_set():
-            started, pause_s = time.monotonic(), 0.0
+            started = time.monotonic()
+            pause_s = 0.0
             try:
                 pause_s = self._follow()
             except Exception as error:  # noqa: BLE001 - whatever it was, the next connection may be better
@@ -489,14 +498,16 @@ class HubNotifications(Notifications):
 
     def _take(self, name: str, payload: dict[str, Any]) -> bool:
         """Act on an event. Return False if it is the last event of its connection."""
-        resumed, self._cursor = bool(self._cursor), str(payload.get("cursor") or self._cursor)
+        resumed = bool(self._cursor)
+        self._cursor = str(payload.get("cursor") or self._cursor)
         if name == "ready":
             self.rely(True)
             if not resumed:
                 self.report()  # there may have been changes before this connection
         elif name == "changes":
             for change in filter(lambda change: isinstance(change, dict), payload.get("changes") or ()):
-                path, etag = change.get("path", ""), change.get("xetHash")
+                path = change.get("path", "")
+                etag = change.get("xetHash")
                 seen = self.known.get(path.removeprefix(self._folder))  # the etag that the last look found
                 if path.startswith(self._folder + self._prefix) and (not etag or etag != seen):
                     self.report()
@@ -507,7 +518,9 @@ class HubNotifications(Notifications):
 
 def _events(chunks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
     """The name and the data of each server-sent event of a stream."""
-    name, data, rest = "message", list[bytes](), b""
+    name = "message"
+    data = list[bytes]()
+    rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in (line.rstrip(b"\r") for line in lines):
@@ -519,7 +532,8 @@ def _events(chunks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
             elif not line:  # the end of an event; a line that begins with a colon is a comment
                 if data:
                     yield name, b"\n".join(data)
-                name, data = "message", []
+                name = "message"
+                data = []
 
 
 def _pause_s(failures: int) -> float:

@@ -29,7 +29,8 @@ class Quota:
     """The requests that one token has left. Any thread may call the methods."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock = clock
+        self._lock = threading.Lock()
         self._slower = 1.0  # the interval, as a multiple of the usual interval
         self._last: tuple[float, int] | None = None  # time of the last count, and the requests left then
         self._refusals, self._open_at = 0, clock()
@@ -37,14 +38,16 @@ class Quota:
     def left(self, requests: int, seconds: float) -> None:
         """Note an answer: `requests` are left for the next `seconds`."""
         with self._lock:
-            now, last = self._clock(), self._last
+            now = self._clock()
+            last = self._last
             self._refusals = 0
             if last is None or requests > last[1]:  # a new window
                 self._last = now, requests
             elif (passed := now - last[0]) >= MEASURED_S:
                 self._last = now, requests
                 # Requests per second. A burst may distort `used`, so the next lines limit `change`.
-                used, allowed = (last[1] - requests) / passed, USED * requests / max(seconds, 1.0)
+                used = (last[1] - requests) / passed
+                allowed = USED * requests / max(seconds, 1.0)
                 change = used / allowed if allowed else SLOWEST
                 self._slower = min(max(self._slower * min(max(change, 0.5), 4.0), 1.0), SLOWEST)
 
@@ -81,11 +84,14 @@ class Notifications:
     """
 
     def __init__(self, quota: Quota | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._quota, self._clock = quota or Quota(), clock
+        self._quota = quota or Quota()
+        self._clock = clock
         self._changed = threading.Condition()
         self._awake = self._closed = False
         self._live = False  # whether the store reports each change now
-        self._looked, self._next, self._why = -math.inf, -math.inf, Why.NOTIFIED
+        self._looked = -math.inf
+        self._next = -math.inf
+        self._why = Why.NOTIFIED
         self._interval = 0.0  # seconds between two looks, as at the last look
         self._poked = False  # whether a poke asked for the next look
         # Each look after a poke moves this time on by one interval. It may be `POKES` intervals ahead.
@@ -98,7 +104,8 @@ class Notifications:
         `poll_s`: usual seconds between two looks.
         """
         with self._changed:
-            now, why = self._clock(), self._why
+            now = self._clock()
+            why = self._why
             if now < self._next or self._quota.blocked_s():
                 return None
             self._looked, self._interval = now, self._quota.interval(poll_s)
@@ -170,7 +177,9 @@ class Notifications:
         return f"polls every {interval:.4g} s" + (slower if interval > poll_s else "")
 
     def _plan(self, at: float, why: Why, poked: bool = False) -> None:
-        self._next, self._why, self._poked = at, why, poked
+        self._next = at
+        self._why = why
+        self._poked = poked
 
     def _wake(self) -> None:
         self._awake = True

@@ -74,7 +74,9 @@ def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
 
 def _one_by_one(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
     q, k, v, starts_q, starts_k, *_ = packed
-    queries, keys = starts_q.diff().tolist(), starts_k.diff().tolist()  # lengths of the sequences
+    # lengths of the sequences
+    queries = starts_q.diff().tolist()
+    keys = starts_k.diff().tolist()
     # Use `split`, because the gradient of a slice would be as large as the whole tensor.
     parts = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
     return torch.cat([_attend(*part, scale, before) for part in parts])
@@ -83,7 +85,8 @@ def _one_by_one(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, before: int
 ) -> torch.Tensor:
-    mask, ahead = None, len(k) - len(q)
+    mask = None
+    ahead = len(k) - len(q)
     if ahead or before >= 0:  # bool [queries, keys]: which keys each query sees
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(ahead)
         mask = mask if before < 0 else mask.triu(ahead - before)

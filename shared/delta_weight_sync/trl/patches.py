@@ -90,7 +90,8 @@ def start(worker: Any) -> None:
 def _await_server(url: str) -> None:
     # As in TRL's rollouts, the environment's proxy is not used. It could not reach a vLLM on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline, said = time.monotonic() + _SERVER_S, False
+    deadline = time.monotonic() + _SERVER_S
+    said = False
     while True:
         try:
             opener.open(f"{url.rstrip('/')}/health", timeout=5.0).close()
@@ -122,7 +123,8 @@ def check_health(worker: Any, stale_after_s: float) -> None:
 
 def stop(worker: Any) -> None:
     """End the rollout process within a second."""
-    process, worker._process = worker._process, None
+    process = worker._process
+    worker._process = None
     if process and process.is_alive():
         # If a child died while it waited for this event, `set` blocks forever, so a thread calls `set`.
         threading.Thread(target=worker._stop_event_mp.set, daemon=True).start()

@@ -48,7 +48,8 @@ class TrainedGroups(set[int]):
     def __init__(self, groups: Iterable[int]) -> None:
         super().__init__(groups)
         self._ahead: deque[set[int]] = deque()
-        self._first, self._newest = 0, max(self, default=-1)
+        self._first = 0
+        self._newest = max(self, default=-1)
 
     def update(self, *batches: Iterable[int]) -> None:
         """Queue the prompts of each batch until `trained` counts them."""
@@ -88,7 +89,8 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
     ) -> None:
         super().__init__(weight_transfer=object(), **kwargs)  # with any object, TRL makes no vLLM client
         self.weight_transfer = None  # now TRL iterates over `_streaming_iter` by itself, on every rank
-        self._on_sync, self._resumed_from = on_sync, resumed_from
+        self._on_sync = on_sync
+        self._resumed_from = resumed_from
         groups = (*range(resumed_from.prompts), *resumed_from.later) if resumed_from else ()
         self._trained_groups = self.groups = TrainedGroups(groups)
         # At each step, TRL logs by how much the number of trained groups has grown since this number.

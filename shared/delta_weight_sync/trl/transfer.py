@@ -96,7 +96,8 @@ class BucketWeightTransfer:
 
     def destroy(self) -> None:
         """Publish what is pending, and close the run."""
-        publisher, self._publisher = self._publisher, None
+        publisher = self._publisher
+        self._publisher = None
         if publisher:
             with publisher:
                 pass  # the end of the block flushes and closes

@@ -43,7 +43,8 @@ from delta_weight_sync.vllm import METHOD, hooks, takes_images
 _RUN = "delta_weight_sync"  # our type of request, made only in this process; its content is a function
 # Our attribute of the engine core: versions of the steps that were running at the last commit, oldest first.
 _STALE = "_versions_of_running_steps"
-_PLAIN, _PLAIN_HANDLE = EngineCore.collective_rpc, EngineCoreProc._handle_client_request
+_PLAIN = EngineCore.collective_rpc
+_PLAIN_HANDLE = EngineCoreProc._handle_client_request
 
 Answers = list[dict[str, Any]]
 """The answers of all workers, one each."""
@@ -131,7 +132,8 @@ def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
 
 def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> None:
     """Make new requests reuse no block that is cached now, and none that one of `requests` fills later."""
-    groups, size = manager.coordinator.single_type_managers, manager.block_pool.hash_block_size
+    groups = manager.coordinator.single_type_managers
+    size = manager.block_pool.hash_block_size
     for pool in {group.block_pool for group in groups}:
         # A block keeps its hash until the pool reuses the block. But vLLM finds blocks only by this map.
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -146,7 +148,8 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
             # But vLLM computes the hash of the next block from the hash of the last filled block, and
             # therefore that hash gets the salt, too. A salted hash is the salt, then the last 16 bytes of the
             # block's own hash. So a second salt takes the place of the first one.
-            salt, known = os.urandom(16), request.block_hashes
+            salt = os.urandom(16)
+            known = request.block_hashes
             request.cache_salt = salt.hex()  # for the first block, if it has no hash yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)
             first = max(0, min(min(done, default=0) // size, len(known)) - 1)
@@ -179,7 +182,8 @@ def _other_caches(core: EngineCore) -> str:
 
 def _unforgotten(core: EngineCore) -> str:
     """Test `forget_prefixes` on the engine's own cache, between two steps; "" if it works."""
-    manager, size = core.scheduler.kv_cache_manager, core.scheduler.block_size
+    manager = core.scheduler.kv_cache_manager
+    size = core.scheduler.block_size
 
     def probe(name: str, length: int) -> Request:
         hasher = core.request_block_hasher
@@ -193,7 +197,8 @@ def _unforgotten(core: EngineCore) -> str:
         return int(manager.get_computed_blocks(probe("seeker", length))[1])
 
     # All requests have the same tokens. `old` begins before the commit and goes on after. `new` begins later.
-    old, new = probe("old", 2 * size), probe("new", 2 * size)
+    old = probe("old", 2 * size)
+    new = probe("new", 2 * size)
     compute(old, 2 * size)
     before = reused(3 * size)
     forget_prefixes(manager, [old])

@@ -53,7 +53,8 @@ def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
     async def answer(scope: Any, receive: Any, send: Any) -> Any:
         if scope["type"] != "http" or not scope["path"].startswith(_PATHS):
             return await app(scope, receive, send)
-        live, prompts = serving(), list[Choices]()
+        live = serving()
+        prompts = list[Choices]()
         asked = dict(scope["headers"]).get(MIN_SYNC.encode())
         if asked and (refusal := _refusal(asked, live)):
             return await refusal(scope, receive, send)
@@ -75,9 +76,11 @@ def _refusal(asked: bytes, serving: Manifest | None) -> JSONResponse | None:
     """The answer to a request that asks for sync `asked` or newer; None if the live weights are that new."""
     has = f"has sync {serving.sync}" if serving else "serves no version now"
     if not (asked.isdigit() and len(asked) < 19):
-        status, sentence = 400, f"{MIN_SYNC} must be the number of a sync"
+        status = 400
+        sentence = f"{MIN_SYNC} must be the number of a sync"
     elif serving is None or serving.sync < int(asked):
-        status, needs = 503, f"the request needs sync {int(asked)}"
+        status = 503
+        needs = f"the request needs sync {int(asked)}"
         sentence = f"this server {has}, but {needs}: use another server, or try again later"
     else:
         return None

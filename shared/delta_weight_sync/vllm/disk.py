@@ -29,7 +29,8 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     So `SettingsError` is raised if the folder belongs to another user (anyone can create one in /tmp), if
     every user may write to it, if it holds files although no replica used it, or if another process has
     locked it. With `keep`, this process holds the lock until it ends, however it ends."""
-    path, problem = Path(folder), ""
+    path = Path(folder)
+    problem = ""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if {path.lstat().st_uid, path.stat().st_uid} != {os.geteuid()}:
@@ -58,8 +59,11 @@ class Layout:
 
     def __init__(self, reader: RunReader, folder: Path) -> None:
         """Remove what a killed process left (deltas, partial downloads, the version); keep anchors."""
-        self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
-        self._coming, self._deltas = self._anchors / "coming", folder / "deltas"
+        self._reader = reader
+        self._anchors = folder / "anchors"
+        self._version = folder / "checkpoint"
+        self._coming = self._anchors / "coming"
+        self._deltas = folder / "deltas"
         self._wanted = 0  # bytes that `put` must fetch; 0 while it fetches nothing
         self._fetched = 0  # the anchor's bytes, once `put` has fetched the whole anchor; until then 0
         for left in (*folder.glob(".*.part"), *self._coming.glob(".*.part"), *folder.glob("*.safetensors")):
@@ -70,7 +74,8 @@ class Layout:
     def put(self, manifest: Manifest) -> tuple[Path, Shapes, Dtypes]:
         """Build a version; returns its folder, and the shapes and dtypes of its tensors."""
         recipe = self._reader.recipe(manifest)
-        self._wanted, self._fetched = recipe.size, 0
+        self._wanted = recipe.size
+        self._fetched = 0
         remove_other_files(self._deltas, recipe)
         try:
             anchor = self._anchor(manifest.anchor)
@@ -104,7 +109,8 @@ class Layout:
         Fetches files that are missing or damaged. If a fetch fails, complete files stay for the next try."""
         if not anchor.weights:
             raise ProtocolError(f"the anchor of version {anchor.version} has no weights")
-        kept, size = self._anchors / anchor.weights[0].sha256, sum(ref.size for ref in anchor.files)
+        kept = self._anchors / anchor.weights[0].sha256
+        size = sum(ref.size for ref in anchor.files)
         if all((path := kept / ref.name).is_file() and ref.is_in(path) for ref in anchor.files):
             self._wanted -= size
             return kept

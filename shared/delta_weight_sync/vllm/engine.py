@@ -47,7 +47,8 @@ class Engine:
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
         """`client`: vLLM's `EngineClient`, which lives in `loop`."""
-        self._client, self._loop = client, loop
+        self._client = client
+        self._loop = loop
 
     def describe(self) -> str:
         """The release of vLLM, how it takes commits, and the features that it lacks."""
@@ -130,7 +131,8 @@ class Engine:
             return stage_s, *self._wait(self._commit_while_paused(digest, label))
         if not all("pause_s" in answer for answer in answers):
             answers = self._ask(**then)
-        pause_s, commit_s = _largest("pause_s", answers), _largest("commit_s", answers)
+        pause_s = _largest("pause_s", answers)
+        commit_s = _largest("commit_s", answers)
         return stage_s, pause_s, commit_s, _largest("live_at", answers)
 
     def _until_done(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -47,11 +47,13 @@ class Commands:
 
     def pause(self) -> None:
         """Stay at the version that is served."""
-        self.paused, self.pinned = True, None
+        self.paused = True
+        self.pinned = None
 
     def resume(self) -> None:
         """Follow the newest version again."""
-        self.paused, self.pinned = False, None
+        self.paused = False
+        self.pinned = None
 
     def pin(self, version: int) -> None:
         """Go to `version` and stay there; raises `ProtocolError` if the run has no such version."""
@@ -74,9 +76,14 @@ class Follower:
         """`folder`: scratch space for one or two checkpoints."""
         self.serving: Manifest | None = None  # its bits are live, proven by digest; any thread may read this
         self.commands = Commands(reader)
-        self._reader, self._engine, self._folder, self._poll_s = reader, engine, folder, poll_s
+        self._reader = reader
+        self._engine = engine
+        self._folder = folder
+        self._poll_s = poll_s
         self._layout, self._watcher = Layout(reader, folder), Watcher(reader, poll_s)
-        self._name, self._state, self._logged = name, "starting", ""  # `_logged`: the last logged problem
+        self._name = name
+        self._state = "starting"
+        self._logged = ""  # the last logged problem
         self._error: str | None = None
         self._since = time.time()
         self._counting = Guard("the count of bytes and requests")
@@ -125,7 +132,8 @@ class Follower:
             signed_by=self._signed_by if serving else None,
         )
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
-        notice, engine = self.commands.describe() or self._watcher.describe(), self._engine.describe()
+        notice = self.commands.describe() or self._watcher.describe()
+        engine = self._engine.describe()
         traffic: TrafficEvent | None = None
         with self._counting:
             traffic = traffic_event(self._reader.bucket.ledger.counts(), self._name, self._since)
@@ -162,7 +170,8 @@ class Follower:
             for each in (self._joining, self._starting, self._holding):
                 each.reset()
             self._watcher.reset()
-            self._healing, self._heal_refusal = True, ""
+            self._healing = True
+            self._heal_refusal = ""
         held = self._served_last if self.commands.paused else self.commands.pinned
         return self._hold(held) if held else self._follow_newest()
 
@@ -257,7 +266,8 @@ class Follower:
         a checkpoint. So the next join of any version with the same anchor is delayed. During the delay, this
         method raises the same error again. A new pin ends the delay.
         """
-        started, first = time.perf_counter(), self.serving is None
+        started = time.perf_counter()
+        first = self.serving is None
         wanted = manifest.anchor, self.commands.pinned
         if first and self._refusal and not self._joining.allows(wanted):
             raise self._refusal
@@ -277,7 +287,8 @@ class Follower:
             if error.kind not in _REFUSALS:
                 self._learned = _NONE  # to learn again gives the workers new process groups
             if self._healing and not first and error.kind in _REFUSALS:  # do not repeat this heal
-                self._healing, self._heal_refusal = False, f"{error}"
+                self._healing = False
+                self._heal_refusal = f"{error}"
             raise
         self._joining.reset()
         for ref in manifest.anchor.weights:
@@ -322,7 +333,8 @@ class Follower:
         if state != self._state or (self._error and not error) or (line and time.time() >= self._next_line):
             _log.info("replica %s: %s", self._name, line or state)
             self._next_line = time.time() + _LINE_S
-        self._state, self._error = state, error
+        self._state = state
+        self._error = error
         if state == "serving" and not error:
             self._logged = ""
 

@@ -108,8 +108,11 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 def _bounds(rows: Rows, found: Index, index: Index) -> None:
     """Narrow ranges to positions that their row spans. `found` has a range of `index` for each row."""
     for p in range(found.shape[1]):
-        row, low, high = rows[found[0, p]], found[1, p], found[2, p]
-        near, end = index[low:high], row[FIRST] + 1
+        row = rows[found[0, p]]
+        low = found[1, p]
+        high = found[2, p]
+        near = index[low:high]
+        end = row[FIRST] + 1
         for dim in range(DIMS):
             end += (row[SIZES + dim] - 1) * row[SOURCE + dim]
         if near.size and not row[FIRST] <= near[0] <= near[-1] < end:  # rare: most rows are whole tensors
@@ -126,10 +129,15 @@ def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements,
     """
     at = 0
     for p in range(found.shape[1]):
-        row, low = rows[found[0, p]], found[1, p]
-        near, numbers, amounts, begin = index[low : found[2, p]], element[at:], amount[at:], at
+        row = rows[found[0, p]]
+        low = found[1, p]
+        near = index[low : found[2, p]]
+        numbers = element[at:]
+        amounts = amount[at:]
+        begin = at
         if row[SIZES + DIMS - 2] == 1 and row[SOURCE + DIMS - 1] == 1:  # contiguous in the checkpoint
-            base, whole = row[FIRST], ulps[low:]
+            base = row[FIRST]
+            whole = ulps[low:]
             for j in range(near.size):  # both loops index slices from 0, so they vectorize
                 numbers[j] = near[j] - base
             for j in range(near.size):
@@ -137,23 +145,28 @@ def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements,
             at += near.size
         else:
             for j in range(near.size):
-                rest, number, inside = near[j] - row[FIRST], np.int64(0), True
+                rest = near[j] - row[FIRST]
+                number = np.int64(0)
+                inside = True
                 for dim in range(DIMS):
-                    size, stride = row[SIZES + dim], row[SOURCE + dim]
+                    size = row[SIZES + dim]
+                    stride = row[SOURCE + dim]
                     if size > 1:
                         steps = rest // stride
                         inside = inside and steps < size
                         rest -= steps * stride
                         number = number * size + steps
                 if inside and rest == 0:
-                    element[at], amount[at] = number, ulps[low + j]
+                    element[at] = number
+                    amount[at] = ulps[low + j]
                     at += 1
         found[2, p] = at - begin
 
 
 def part_of(row: Row, tensor: Bits) -> Bits:
     """A row's elements of its checkpoint tensor, in the order of their numbers."""
-    sizes, strides = row[SIZES:SOURCE].tolist(), (2 * row[SOURCE:TARGET]).tolist()
+    sizes = row[SIZES:SOURCE].tolist()
+    strides = (2 * row[SOURCE:TARGET]).tolist()
     return as_strided(tensor.reshape(-1)[row[FIRST] :], sizes, strides).reshape(-1)
 
 
@@ -181,20 +194,23 @@ def find(decoded: Iterable[Decoded], tables: Sequence[Table]) -> list[Changes]:
     """Find the changes of a delta in each of `tables`, one per worker. A table may lack tensors."""
 
     def find_in(table: Table, part: Decoded, number: Index) -> Changes:
-        first, ends = table.starts[number], part.changes.cumsum()
+        first = table.starts[number]
+        ends = part.changes.cumsum()
         count = table.starts[number + 1] - first
         # The rows of all tensors of `part`; for each row, the range of its tensor's changes in `part.index`.
         rows = np.repeat(first - count.cumsum() + count, count) + np.arange(count.sum())
         found = np.stack([rows, np.repeat(ends - part.changes, count), np.repeat(ends, count)])
         _bounds(table.rows, found, part.index)
         size = (found[2] - found[1]).sum()
-        element, amount = np.empty(size, np.int32), np.empty(size, np.uint16)
+        element = np.empty(size, np.int32)
+        amount = np.empty(size, np.uint16)
         _find(table.rows, found, part.index, part.ulps, element, amount)
         size = found[2].sum()
         return Changes(found[0], found[2], element[:size], amount[:size])
 
     def find_in_all(part: Decoded) -> list[Changes]:
-        known, nowhere = tables[0].number, repeat(len(tables[0].number))
+        known = tables[0].number
+        nowhere = repeat(len(tables[0].number))
         number = np.fromiter(map(known.get, part.names, nowhere), np.int64, len(part.names))
         return [find_in(table, part, number) for table in tables]
 
@@ -308,7 +324,9 @@ class HostMemory(Memory):
 
     def _prepared(self, changes: Changes) -> tuple[Write, NDArray[np.uint64]]:
         new = np.empty_like(changes.ulps)  # the bits after the changes
-        rows, blocks, element = self._table.rows, changes.blocks(_NEAR), changes.element
+        rows = self._table.rows
+        blocks = changes.blocks(_NEAR)
+        element = changes.element
         least = max(1, len(blocks) * _SHARED // max(1, element.size))  # blocks with about `_SHARED` changes
 
         def look(some: slice) -> NDArray[np.uint64]:
@@ -349,8 +367,13 @@ def _at(row: Rows, strides: int, element: Any) -> Any:
 def _digest(rows: Rows, inner: Any) -> NDArray[np.uint64]:
     totals = np.zeros(rows.shape[0], np.uint64)
     for r in range(rows.shape[0]):
-        row, seed, total = rows[r], np.uint64(rows[r, SEED]), np.uint64(0)
-        length, step, stride = row[SOURCE - 1], row[TARGET - 1], row[COLUMNS - 1]  # of the last dimension
+        row = rows[r]
+        seed = np.uint64(rows[r, SEED])
+        total = np.uint64(0)
+        # of the last dimension
+        length = row[SOURCE - 1]
+        step = row[TARGET - 1]
+        stride = row[COLUMNS - 1]
         for start in range(0, row[SIZES:SOURCE].prod(), length):
             first = row[FIRST] + _at(row, SOURCE, start)
             memory = pointer(row[ADDRESS] + 2 * _at(row, TARGET, start))
@@ -369,7 +392,9 @@ def _digest(rows: Rows, inner: Any) -> NDArray[np.uint64]:
 def _read(rows: Rows, parts: Rows, bits: Bits) -> None:
     at = 0
     for p in range(parts.shape[0]):
-        row, first, count = rows[parts[p, 0]], parts[p, 1], parts[p, 2]
+        row = rows[parts[p, 0]]
+        first = parts[p, 1]
+        count = parts[p, 2]
         memory = pointer(row[ADDRESS])
         if row[SIZES + DIMS - 2] == 1 and row[TARGET + DIMS - 1] == 1:
             bits[at : at + count] = carray(memory, first + count)[first:]
@@ -396,11 +421,17 @@ def _look(
     rows: Rows, blocks: Rows, element: Elements, ulps: Bits, new: Bits, moved: NDArray[np.uint64], inner: Any
 ) -> None:
     """Fill `new` with the bits after the changes, and add each row's change of the digest to `moved`."""
-    scratch, lanes = np.empty(_NEAR, np.int64), np.arange(_NEAR)
+    scratch = np.empty(_NEAR, np.int64)
+    lanes = np.arange(_NEAR)
     for b in range(blocks.shape[0]):
-        row, first, last = rows[blocks[b, 0]], blocks[b, 1], blocks[b, 1] + blocks[b, 2]
-        memory, numbers, bits = pointer(row[ADDRESS]), element[first:last], new[first:last]
-        places, at = scratch[: numbers.size], lanes[: numbers.size]
+        row = rows[blocks[b, 0]]
+        first = blocks[b, 1]
+        last = blocks[b, 1] + blocks[b, 2]
+        memory = pointer(row[ADDRESS])
+        numbers = element[first:last]
+        bits = new[first:last]
+        places = scratch[: numbers.size]
+        at = lanes[: numbers.size]
         _places(row, TARGET, numbers, places)
         for j in range(numbers.size):  # only reads, so that many waits for memory overlap
             bits[j] = memory[places[j]]
@@ -414,10 +445,15 @@ def _look(
 @kernel
 def _put(rows: Rows, blocks: Rows, element: Elements, values: Bits) -> int:
     """Write `values`, and read them back. Returns how many elements read back differently."""
-    wrong, places = 0, np.empty(_NEAR, np.int64)
+    wrong = 0
+    places = np.empty(_NEAR, np.int64)
     for b in range(blocks.shape[0]):
-        row, first, last = rows[blocks[b, 0]], blocks[b, 1], blocks[b, 1] + blocks[b, 2]
-        memory, numbers, bits = pointer(row[ADDRESS]), element[first:last], values[first:last]
+        row = rows[blocks[b, 0]]
+        first = blocks[b, 1]
+        last = blocks[b, 1] + blocks[b, 2]
+        memory = pointer(row[ADDRESS])
+        numbers = element[first:last]
+        bits = values[first:last]
         _places(row, TARGET, numbers, places)
         for j in range(numbers.size):
             memory[places[j]] = bits[j]

@@ -222,7 +222,8 @@ class Recorder(TorchDispatchMode):
         """Probe `by` is copied to `written`. Earlier copies there become unroutable. A fill has `by` = "".
         Raises `RouteError`, which refuses the model, if an earlier copy there is of another probe."""
         for tensor in written:
-            numel, part = tensor.untyped_storage().nbytes() // tensor.element_size(), part_of(tensor)
+            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+            part = part_of(tensor)
             for name, earlier in self._placed.get(storage_of(tensor), ()):
                 apart = earlier.end <= part.offset or part.end <= earlier.offset
                 if apart or (times_touched([earlier, part], numel) <= 1).all():
@@ -328,7 +329,8 @@ class Route(NamedTuple):
         Elements of other pieces are 0. A piece that is the whole tensor, in the same order, is returned as a
         view, not a copy.
         """
-        chosen, numel = [self.pieces[number] for number in which], math.prod(self.shape)
+        chosen = [self.pieces[number] for number in which]
+        numel = math.prod(self.shape)
         if len(chosen) == 1 and chosen[0].source == chosen[0].target == (0, (numel,), (1,)):
             return chosen[0].memory
         bits = torch.zeros(numel, dtype=torch.int16, device=chosen[0].memory.device if chosen else None)

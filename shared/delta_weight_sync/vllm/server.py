@@ -150,7 +150,8 @@ def _router(key: str) -> APIRouter:
             message = "send the server's DELTA_WEIGHT_SYNC_KEY in the header X-Delta-Weight-Sync-Key"
             raise HTTPException(401, message)
 
-    router, owner = APIRouter(), APIRouter(dependencies=[Depends(only_with_key)])
+    router = APIRouter()
+    owner = APIRouter(dependencies=[Depends(only_with_key)])
 
     @router.get("/status")
     async def status(follower: _Running, after: int = -1) -> ReplicaReport:

@@ -136,7 +136,8 @@ class Fallback:
         self._dtypes = dtypes or {}
         if not bits:
             return
-        before, names = self._fingerprints(), ", ".join(self.bits)
+        before = self._fingerprints()
+        names = ", ".join(self.bits)
         try:
             self._load()
         except Exception as error:
@@ -186,7 +187,10 @@ class LiveWeights:
         self, routes: dict[str, Route], owned: dict[str, tuple[int, ...]], fallback: Fallback, ranks: Ranks
     ) -> None:
         """`owned`: for each tensor, the indices of the pieces that this worker adds to the digest."""
-        self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
+        self._routes = routes
+        self._owned = owned
+        self._fallback = fallback
+        self._ranks = ranks
         kept = {name: bits.shape for name, bits in fallback.bits.items()}
         self.shapes = {name: routes[name].shape for name in owned} | kept
         with ranks.fail_together():
@@ -217,7 +221,8 @@ class LiveWeights:
             raise errors.WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
-        ranks, kept = self._ranks, self._fallback.bits
+        ranks = self._ranks
+        kept = self._fallback.bits
         with ranks.fail_together():
             deltas = [codec.Delta(path) for path in paths]
             # The workers of a host can divide the decoding, and then swap the changes that they found.
@@ -282,7 +287,8 @@ def warm_up(device: torch.device) -> Staged:
     piece = Piece(torch.zeros(whole.sizes, dtype=torch.int16, device=device), whole, whole)
     live = memory_of(Table({"w": Route(whole.sizes, (piece,))}, {"w": (0,)}))
     live.digest()
-    row, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+    row = np.zeros(1, np.int64)
+    one = np.ones(1, np.int64)
     write, _ = live.prepare(Changes(row, one, np.zeros(1, np.int32), np.zeros(1, np.uint16)))
     write.do()
     write.undo()
@@ -294,13 +300,15 @@ def commit(steps: Sequence[Step], ranks: Ranks) -> float:
     """Write and check; if anything fails here or on another worker, undo everything and raise. Returns how
     many seconds the writes waited for earlier work on the device."""
     done: list[Step] = []
-    waited_s, wrong = 0.0, 0
+    waited_s = 0.0
+    wrong = 0
     try:
         with ranks.fail_together():
             for step in steps:
                 done.append(step)  # before it is written: half a write is undone as well
                 missed, waited = step.do()
-                wrong, waited_s = wrong + missed, waited_s + waited
+                wrong += missed
+                waited_s += waited
             if wrong:
                 raise errors.CodecError(f"{wrong} elements read back differently from what was written")
     except BaseException:
@@ -320,11 +328,13 @@ class DeltaWorker:
         config = worker.vllm_config
         if reason := _unsupported(config):
             raise errors.RouteError(reason)
-        self._model, self._config = worker.get_model(), config
+        self._model = worker.get_model()
+        self._config = config
         if self._device.type == "cpu":
             cpu.self_test(self._model)
         self._ranks = Ranks(config.parallel_config.world_size)
-        self._staged, self._digest = Staged(), 0
+        self._staged = Staged()
+        self._digest = 0
         self.staging: Future[Answer] = Future()  # the answer to "staged"
         self._rechecks: Thread | None = None
 
@@ -420,7 +430,8 @@ class DeltaWorker:
     def commit(self, digest: str, label: str) -> Answer:
         """Write the staged changes if they lead to `digest`. `label` is for `_step_commit`, unused here."""
         started = time.perf_counter()
-        staged, self._staged = self._staged, Staged()
+        staged = self._staged
+        self._staged = Staged()
         if to_hex(staged.digest) != digest:
             raise errors.CodecError(
                 f"the staged changes give digest {to_hex(staged.digest)}, but the published one is {digest}"
@@ -443,7 +454,8 @@ def _recheck(of: weakref.ref[DeltaWorker]) -> None:
 
 def _unsupported(config: Any) -> str:
     """Which of vLLM's settings rules out commits, and the fix; "" if none does."""
-    parallel, without = config.parallel_config, "; start vLLM without it"
+    parallel = config.parallel_config
+    without = "; start vLLM without it"
     reasons = {
         # vLLM sets this value to 1 in the engines of a model that is not a mixture of experts.
         "a mixture of experts with --data-parallel-size cannot take commits, because its engines compute each"

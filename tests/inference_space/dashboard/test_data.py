@@ -113,8 +113,11 @@ class BrokenBucket:
     """A bucket whose log fails while it is `broken`; its second flush is held back until it is `free`."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self._bucket, self.url = bucket, bucket.url
-        self.broken, self.free, self.parts = False, threading.Event(), 0
+        self._bucket = bucket
+        self.url = bucket.url
+        self.broken = False
+        self.free = threading.Event()
+        self.parts = 0
         self.free.set()
 
     def get(self, key: str, limit: int = SMALL) -> bytes:
@@ -170,7 +173,8 @@ def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) 
     written.status("mine", 0)
     written.log.close()
     own = status("mine", 1).model_copy(update={"digest": digest_of(1)})
-    flaky, pauses = BrokenBucket(bucket), Pauses()
+    flaky = BrokenBucket(bucket)
+    pauses = Pauses()
     cache = RunCache(flaky, None, own_report=lambda _: ReplicaReport(status=own, commits=()), pause=pauses)
 
     def after(**changed: object) -> RunView:
@@ -197,7 +201,8 @@ def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) 
 
 
 def test_a_damaged_description_is_named_and_the_figures_stay_until_it_is_repaired(bucket: Bucket) -> None:
-    written, key = started(bucket), "runs/wordle/run.json"
+    written = started(bucket)
+    key = "runs/wordle/run.json"
     cache = RunCache(bucket, "wordle")
     until(cache, lambda view: version(view) == 2)
     sound = bucket.get(key)
@@ -248,14 +253,16 @@ def test_a_failed_reading_continues_where_it_stopped(bucket: Bucket) -> None:
     written.publish(40_000, 2_000)
     written.log.close()
     assert until(cache, lambda view: view.problem is not None).progress
-    flaky.broken, before = False, flaky.parts
+    flaky.broken = False
+    before = flaky.parts
     until(cache, lambda view: version(view) == 3)
     assert flaky.parts - before == 1, "only the part that is new"
 
 
 def test_reading_does_not_depend_on_the_number_of_viewers(bucket: Bucket) -> None:
     started(bucket).log.close()
-    counted, pauses = CountedBucket(bucket), Pauses()
+    counted = CountedBucket(bucket)
+    pauses = Pauses()
     cache = RunCache(counted, "wordle", pause=pauses)
     assert pauses.begun() == data.EVERY_S
     first = counted.asked.total()
@@ -300,7 +307,8 @@ def test_a_damaged_description_hides_no_other_run(bucket: Bucket) -> None:
 def test_a_stale_read_of_head_does_not_move_the_page_back(bucket: Bucket) -> None:
     run = RealRun(bucket, layers=1)
     (head,) = (info.key for info in bucket.list("runs/real/heads/"))
-    old, counted = bucket.get(head), CountedBucket(bucket)
+    old = bucket.get(head)
+    counted = CountedBucket(bucket)
     run.step()
     run.step()
     cache = RunCache(counted, None)
@@ -313,7 +321,8 @@ def test_a_stale_read_of_head_does_not_move_the_page_back(bucket: Bucket) -> Non
 
 
 def test_fifty_viewers_of_a_delta_cost_one_download(bucket: Bucket) -> None:
-    run, counted = real_run(bucket), CountedBucket(bucket)
+    run = real_run(bucket)
+    counted = CountedBucket(bucket)
     library = Library(counted, lambda: "r", clock=lambda: 0.0)
     answers: list[object] = []
     viewers = [threading.Thread(target=lambda: answers.append(library.delta(1)[1])) for _ in range(50)]
@@ -340,7 +349,8 @@ def test_a_damaged_version_is_fetched_once(bucket: Bucket) -> None:
 
 @pytest.mark.finding(8)
 def test_a_failure_is_cached_for_a_limited_time() -> None:
-    now, calls = [0.0], list[str]()
+    now = [0.0]
+    calls = list[str]()
 
     def fail(question: str) -> str:
         calls.append(question)
@@ -378,7 +388,8 @@ def test_answers_are_evicted_by_weight() -> None:
 @pytest.mark.finding(8)
 def test_the_size_that_a_manifest_states_is_not_trusted(bucket: Bucket, monkeypatch) -> None:
     """`full_bytes` is a number; the sizes of its files are what is fetched."""
-    manifest, counted = manifest_of(0, 0), CountedBucket(bucket)
+    manifest = manifest_of(0, 0)
+    counted = CountedBucket(bucket)
     file = manifest.anchor.files[0].model_copy(update={"size": MAX_REBUILD + 1})
     anchor = manifest.anchor.model_copy(update={"files": (file,)})
     forged = Manifest(**dict(manifest) | {"seal": "", "anchor": anchor, "full_bytes": 2})
@@ -420,7 +431,8 @@ def test_a_visitor_downloads_neither_models_nor_states(bucket: Bucket, name: str
 @pytest.mark.finding("N10")
 def test_a_long_listing_costs_its_pages_and_is_asked_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_space.dashboard.data.LIST_EVERY_S", 5.0)  # the served page's is shorter
-    now, asked = [0.0], []
+    now = [0.0]
+    asked = []
     many = [ObjectInfo(f"runs/r/log/{number}", 1, "x") for number in range(20_000)]
     listing = SimpleNamespace(url="file:///b", list=lambda prefix: asked.append(prefix) or many)
     limited = RateLimitedBucket(cast(Bucket, listing), lambda: now[0])
@@ -438,7 +450,8 @@ def test_a_long_listing_costs_its_pages_and_is_asked_for_less_often(monkeypatch:
 
 @pytest.mark.finding(8)
 def test_visitors_share_a_limit_on_requests_and_bytes(bucket: Bucket, tmp_path: Path) -> None:
-    now, counted = [0.0], CountedBucket(bucket)
+    now = [0.0]
+    counted = CountedBucket(bucket)
     bucket.put("runs/r/x", b"x")
     limited = RateLimitedBucket(counted, lambda: now[0])
     for _ in range(CALLS):
@@ -477,7 +490,8 @@ class TestHubQuota:
     @pytest.fixture
     def visitor(self, bucket: Bucket, pauses: Pauses) -> Iterator[TestClient]:
         """The dashboard's routes; its own reader has read the run once, and pauses."""
-        cache, app = RunCache(bucket, None, pause=pauses), FastAPI()
+        cache = RunCache(bucket, None, pause=pauses)
+        app = FastAPI()
         pauses.begun()
         limited = RateLimitedBucket(bucket, lambda: 0.0)  # no time passes: the limit stays used up
         add_views(app, cache, Library(limited, lambda: "r", lambda: 0.0))

@@ -70,7 +70,8 @@ def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun, shown: Sh
     assert mine["full_bytes"] == manifests[0].full_bytes
     assert mine["link"] == pytest.approx(LINK * mine["full_bytes"] / EXAMPLE.full_bytes)
     assert mine["changed"] == manifests[0].changed / manifests[0].total
-    said, link = page.locator("[data-scene=ship] .said"), size_text(mine["link"])
+    said = page.locator("[data-scene=ship] .said")
+    link = size_text(mine["link"])
     expect(said).to_contain_text(f"The {size_text(sizes[1])} that changed")
     expect(said).to_contain_text(f"This small model starts on a small link: {link}/s")
     expect(page.locator("[data-scene=rounding] .tally")).to_contain_text("tiny-qwen changed")
@@ -79,8 +80,10 @@ def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun, shown: Sh
 def test_without_a_run_an_example_is_shown_and_its_table_holds(example: Page) -> None:
     page = example
     expect(page.locator(".whose button")).to_have_text(["an example: Qwen3-0.6B"])
-    f, cells = Formulas(page), page.locator("[data-scene=sync] tbody tr td").all_inner_texts()
-    whole, through = EXAMPLE.full_bytes / LINK, sum(s for _, s in f.bucket_sync(EXAMPLE, LINK))
+    f = Formulas(page)
+    cells = page.locator("[data-scene=sync] tbody tr td").all_inner_texts()
+    whole = EXAMPLE.full_bytes / LINK
+    through = sum(s for _, s in f.bucket_sync(EXAMPLE, LINK))
     lost = f.stopped_s(EXAMPLE, LINK, 3)
     moved = f.moved_bytes(EXAMPLE, 3)
     assert cells[:2] == [time_text(through), time_text(whole)]
@@ -168,8 +171,10 @@ def test_the_cast_is_that_of_torch(f: Formulas) -> None:
 
 
 def test_a_weight_flips_as_often_as_the_formula_says(f: Formulas) -> None:
-    weight, update = 0.0213, 3e-6
-    middle, tick = f.bf16(weight), f.ulp(weight)
+    weight = 0.0213
+    update = 3e-6
+    middle = f.bf16(weight)
+    tick = f.ulp(weight)
     masters = [middle + tick * (n / 4000 - 0.5) for n in range(1, 4000)]
     before, after = (f.each("bf16", [[master + by] for master in masters]) for by in (0, update))
     flips = sum(map(operator.ne, before, after))
@@ -178,7 +183,8 @@ def test_a_weight_flips_as_often_as_the_formula_says(f: Formulas) -> None:
 
 def test_the_example_flips_at_the_rate_that_it_names(f: Formulas) -> None:
     given = scene(None, None)
-    weights, updates = given["grid"]["weights"], given["grid"]["updates"]
+    weights = given["grid"]["weights"]
+    updates = given["grid"]["updates"]
     rate = f.rate_for_share(weights, updates, EXAMPLE.changed)
     assert f.flip_share(weights, updates, rate) == pytest.approx(EXAMPLE.changed, rel=1e-6)
     assert given["measured"] is False
@@ -187,7 +193,8 @@ def test_the_example_flips_at_the_rate_that_it_names(f: Formulas) -> None:
 def test_a_timeline_adds_up(f: Formulas) -> None:
     window = 10 * (EXAMPLE.step_s + EXAMPLE.diff_s)
     for link in LINKS:
-        full, delta = f.broadcast_spans(EXAMPLE, link, window), f.delta_spans(EXAMPLE, link, window)
+        full = f.broadcast_spans(EXAMPLE, link, window)
+        delta = f.delta_spans(EXAMPLE, link, window)
         wait = EXAMPLE.full_bytes / link
         assert f.steps_done(full, window) == pytest.approx(window / (EXAMPLE.step_s + wait), abs=1)
         assert f.steps_done(delta, window) == 10

@@ -334,7 +334,8 @@ def test_a_run_that_is_too_large_for_a_folder_is_left_out(tmp_path, real, bucket
 @pytest.mark.parametrize("private", [True, False])
 def test_browsers_read_a_public_bucket_themselves(tmp_path, hub, hub_env, monkeypatch, private):
     url = f"hf://buckets/team/{uuid4().hex}/policies"
-    bucket, keys = open_bucket(url, create=True), new_pair()
+    bucket = open_bucket(url, create=True)
+    keys = new_pair()
     HfApi(hub.url, "hf_write").update_bucket_settings("/".join(url.split("/")[3:5]), private=private)
     Drifting(bucket).close()
     monkeypatch.setenv(PUBLIC_KEY, keys[PUBLIC_KEY])
@@ -386,7 +387,8 @@ def test_nothing_serious(browser, url, real, axe, shown, width, scheme):
 @pytest.mark.long
 def test_nothing_serious_on_the_owners_tab(browser, bucket, axe):
     """Once with a refusal on it, once with an answer."""
-    (desktop, phone), owner = DEVICES, "#dws-owner-state"
+    (desktop, phone) = DEVICES
+    owner = "#dws-owner-state"
     with dashboard(bucket, RecordedControls()) as url:
         for device, key, there in ((desktop, "a guess", REFUSED), (phone, KEY, f"{owner} b:text('paused')")):
             with looking(browser, *device) as page:

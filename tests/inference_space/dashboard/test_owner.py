@@ -78,7 +78,8 @@ def test_what_the_owner_clicks_is_what_the_replica_is_told(page: Page, tmp_path:
 
     with dashboard(open_bucket(f"file://{tmp_path}", create=True), told) as url:
         page.goto(f"{url}#owner")
-        said, refused = page.locator("#dws-owner-state"), page.locator(REFUSED)
+        said = page.locator("#dws-owner-state")
+        refused = page.locator(REFUSED)
         page.get_by_label("Key").fill("somebody-who-guesses-it")
         click("Heal")
         expect(refused).to_contain_text("REPLICA_KEY")
@@ -140,7 +141,9 @@ def provider(names: Iterator[str]) -> FastAPI:
     from joserfc import jwt
     from joserfc.jwk import RSAKey
 
-    app, key, nonces = FastAPI(), RSAKey.generate_key(2048, {"kid": "1"}), dict[str, str]()
+    app = FastAPI()
+    key = RSAKey.generate_key(2048, {"kid": "1"})
+    nonces = dict[str, str]()
 
     @app.get("/.well-known/openid-configuration")
     def configuration(request: Request) -> dict[str, Any]:
@@ -164,7 +167,10 @@ def provider(names: Iterator[str]) -> FastAPI:
 
     @app.post("/token")
     async def token(request: Request) -> dict[str, Any]:
-        form, name, now, url = await request.form(), next(names), int(time.time()), str(request.base_url)[:-1]
+        form = await request.form()
+        name = next(names)
+        now = int(time.time())
+        url = str(request.base_url)[:-1]
         claims = {"iss": url, "sub": "1", "aud": "the-space", "iat": now, "exp": now + 600}
         claims |= {"nonce": nonces[str(form["code"])], "name": name, "preferred_username": name}
         claims |= {"profile": f"{url}/{name}", "picture": ""}

@@ -151,7 +151,9 @@ class Parsed(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.tags, self.attributes, self.text = set[str](), dict[str, str | None](), ""
+        self.tags = set[str]()
+        self.attributes = dict[str, str | None]()
+        self.text = ""
         self.feed(str(page))  # plain: what is cut out of Markup is Markup again
         self.close()
 

@@ -117,7 +117,8 @@ def test_what_a_replica_answers_replaces_what_was_known() -> None:
 def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:
     state = folded(sync(0, 1100), sync(1, 9), sync(2, 9), status("other", 1), commit("mine", 1))
     state.digests[2] = DIGEST
-    before, now = state.progress(), state.progress(status("mine", 2, state="serving", error="disk full"))
+    before = state.progress()
+    now = state.progress(status("mine", 2, state="serving", error="disk full"))
     assert before
     assert now
     assert now.replicas[1] == before.replicas[1], "of other replicas the log tells"
@@ -165,7 +166,8 @@ def test_the_staircase_of_a_stuck_replica_reaches_into_the_window() -> None:
 
 
 def test_a_long_curve_stays_short_and_loses_neither_its_spike_nor_its_end() -> None:
-    peaks, means = Curve(peaks=True), Curve()
+    peaks = Curve(peaks=True)
+    means = Curve()
     for n in range(10_000):
         for curve in (peaks, means):
             curve.add(n, 100.0 if n == 7777 else 1.0 + n % 2)

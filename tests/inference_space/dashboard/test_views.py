@@ -38,7 +38,8 @@ NAMES = (
 def test_counts_by_layer_and_kind_and_distances(tmp_path: Path) -> None:
     patches = []
     for name, ulps in zip(NAMES, ([1, -1, 1, 9], [-2, -300], [1]), strict=True):
-        positions, moves = np.arange(len(ulps), dtype=np.int64) * 3, np.array(ulps, np.int16)
+        positions = np.arange(len(ulps), dtype=np.int64) * 3
+        moves = np.array(ulps, np.int16)
         patches.append(Patch(name, (8, 64), positions, moves.view(np.uint16)))
     path = tmp_path / "delta.safetensors"
     old = np.full((8, 64), 0x3C00, np.uint16)

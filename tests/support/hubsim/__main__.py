@@ -25,8 +25,10 @@ from .xet import OWN_CAS, bridge_routes, cas_routes
 
 def build(root: Path, address: str, addresses: list[str]) -> ASGIApp:
     """An empty Hub that stores large files under `root`; `addresses` are the URLs of its Spaces' apps."""
-    hub, plan = Hub(root, addresses), Plan()
-    main, spaces = _main(hub, plan), AppProxy(hub, address)
+    hub = Hub(root, addresses)
+    plan = Plan()
+    main = _main(hub, plan)
+    spaces = AppProxy(hub, address)
 
     def label(scope: Scope) -> str:
         """A request as faults and the log name it; one to a Space's app begins with the Space."""
@@ -77,7 +79,8 @@ class AppProxy:
     """The apps of all Spaces, each at a port of its own."""
 
     def __init__(self, hub: Hub, address: str) -> None:
-        self.hub, self.address = hub, address
+        self.hub = hub
+        self.address = address
         self.client = httpx.AsyncClient(timeout=None, trust_env=False)
 
     def space_at(self, scope: Scope) -> SpaceState | None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from .common import HubError, now
 
-READ, WRITE = "repo.content.read", "repo.write"
+READ = "repo.content.read"
+WRITE = "repo.write"
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ class BucketState:
             self._ring()
 
     def end_feeds(self, *, politely: bool) -> None:
-        self.endings, self.politely = self.endings + 1, politely
+        self.endings += 1
+        self.politely = politely
         self._ring()
 
     @contextmanager

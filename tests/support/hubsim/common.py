@@ -37,7 +37,10 @@ class HubError(Exception):
 
     def __init__(self, status: int, message: str, code: str = "", url: str = "") -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.url = status, message, code, url
+        self.status = status
+        self.message = message
+        self.code = code
+        self.url = url
 
 
 def repo_missing(*, anonymous: bool = False) -> HubError:

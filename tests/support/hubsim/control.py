@@ -36,7 +36,8 @@ class Limits:
 
     def set(self, limit: Limit) -> None:
         """From now on; the first window begins now."""
-        self.limit, self._started = limit, time.monotonic()
+        self.limit = limit
+        self._started = time.monotonic()
         self._used: Counter[tuple[bytes, int]] = Counter()
 
     def take(self, scope: Scope) -> tuple[dict[str, str], bool]:
@@ -87,13 +88,16 @@ class FaultMiddleware:
     """Outermost layer of the server: applies the plan to each request, and stamps each answer."""
 
     def __init__(self, app: ASGIApp, plan: Plan, label: Callable[[Scope], str]) -> None:
-        self.app, self.plan, self.label = app, plan, label
+        self.app = app
+        self.plan = plan
+        self.label = label
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = _with(send, {"Date": http_date(), "X-Request-Id": f"Root=1-{uuid4().hex}"})
         if scope["type"] != "http" or scope["path"].startswith("/_sim"):
             return await self.app(scope, receive, send)
-        request, started = self.label(scope), time.time()
+        request = self.label(scope)
+        started = time.time()
         self.plan.requests.append(request)
         await self._answer(request, scope, receive, send)
         token = dict(scope["headers"]).get(b"authorization", b"").decode().removeprefix("Bearer ")

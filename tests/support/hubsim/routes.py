@@ -20,7 +20,8 @@ from .xet import ranged, unpacked, xet_headers, xet_token
 
 Auth = Annotated[str | None, Header()]
 REPO = "/api/{kind}/{owner}/{name}"
-BUCKET, SPACE = "/api/buckets/{owner}/{name}", "/api/spaces/{owner}/{name}"
+BUCKET = "/api/buckets/{owner}/{name}"
+SPACE = "/api/spaces/{owner}/{name}"
 PAGE = 1000
 NO_HASH = "0" * 64  # of an empty file, which the storage has no need to keep
 LARGE = 10 << 20  # bytes from which on a text file goes to the Xet storage, as every binary file does
@@ -62,19 +63,22 @@ def repo_routes(hub: Hub) -> APIRouter:
     async def writable(kind: str, owner: str, name: str, authorization: Auth = None) -> RepoState:
         return hub.repo(kind, f"{owner}/{name}", authorization, write=True)
 
-    viewer, reader = Annotated[RepoState, Depends(visible)], Annotated[RepoState, Depends(readable)]
+    viewer = Annotated[RepoState, Depends(visible)]
+    reader = Annotated[RepoState, Depends(readable)]
     writer = Annotated[RepoState, Depends(writable)]
     routes = APIRouter()
 
     @routes.post("/api/repos/create")
     async def make(wish: dict[str, Any], request: Request, authorization: Auth = None) -> dict[str, Any]:
-        kind, name = PLURAL[wish.get("type") or "model"], full_name(hub, wish, authorization)
+        kind = PLURAL[wish.get("type") or "model"]
+        name = full_name(hub, wish, authorization)
         create(hub, kind, name, wish, authorization)
         return {"url": f"{request.base_url}{url_path(kind, name)}", "name": name, "id": name}
 
     @routes.delete("/api/repos/delete")
     async def delete(wish: Annotated[dict[str, Any], Body()], authorization: Auth = None) -> None:
-        kind, name = PLURAL[wish.get("type") or "model"], full_name(hub, wish, authorization)
+        kind = PLURAL[wish.get("type") or "model"]
+        name = full_name(hub, wish, authorization)
         hub.repo(kind, name, authorization, write=True)
         del hub.repos[kind, name]
         hub.spaces.pop(name, None)
@@ -141,7 +145,8 @@ def repo_routes(hub: Hub) -> APIRouter:
     _add_tokens(routes, REPO + "/xet-*-token/{revision}", reader, writer)
 
     def resolve(repo: reader, revision: str, path: str, request: Request, range: Auth = None) -> Response:
-        commit, file = repo.at(revision), repo.file(revision, path)
+        commit = repo.at(revision)
+        file = repo.file(revision, path)
         headers = {"X-Repo-Commit": commit.oid, "ETag": f'"{file.oid}"'}
         if file.sha256:
             xet_hash = hub.cas.by_sha256[file.sha256]
@@ -174,9 +179,11 @@ def _entry(hub: Hub, path: str, file: Blob | None) -> dict[str, Any]:
 
 def _upload_mode(repo: RepoState, asked: dict[str, Any]) -> dict[str, Any]:
     """How to upload a file; `oid` lets the client leave out what has not changed."""
-    path, sample = asked["path"], base64.b64decode(asked["sample"])
+    path = asked["path"]
+    sample = base64.b64decode(asked["sample"])
     large = asked["size"] >= LARGE or b"\0" in sample or is_large(path)
-    present, mode = repo.files.get(path), "lfs" if large else "regular"
+    present = repo.files.get(path)
+    mode = "lfs" if large else "regular"
     return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": present and present.oid}
 
 
@@ -201,7 +208,8 @@ def bucket_routes(hub: Hub) -> APIRouter:
     @routes.post(BUCKET)
     async def create(owner: str, name: str, request: Request, authorization: Auth = None) -> dict[str, str]:
         owner = hub.owner(owner, authorization)
-        bucket_id, where = f"{owner}/{name}", f"buckets/{owner}/{name}"
+        bucket_id = f"{owner}/{name}"
+        where = f"buckets/{owner}/{name}"
         hub.accounts.caller(authorization).must_write("bucket", owner)
         if bucket_id in hub.buckets:
             raise HubError(409, "You already created this bucket", url=where)
@@ -215,7 +223,8 @@ def bucket_routes(hub: Hub) -> APIRouter:
 
     @routes.post("/api/repos/move")
     async def move(wish: dict[str, str], authorization: Auth = None) -> None:
-        source, target = wish["fromRepo"], wish["toRepo"]
+        source = wish["fromRepo"]
+        target = wish["toRepo"]
         hub.accounts.caller(authorization).must_write("bucket", target.split("/")[0])
         if target in hub.buckets:
             raise HubError(409, f"{target} exists already")
@@ -288,7 +297,8 @@ def _apply(
     if operation["type"] == "deleteFile":
         bucket.delete(path)
         return None
-    xet_hash, copied = operation["xetHash"], operation["type"] == "copyFile"
+    xet_hash = operation["xetHash"]
+    copied = operation["type"] == "copyFile"
     if xet_hash not in hub.cas.files or (copied and xet_hash not in _contents(hub, operation, who)):
         return {"path": path, "error": "Xet hash not found"}
     bucket.put(path, hub.cas.size(xet_hash), xet_hash, operation["mtime"])

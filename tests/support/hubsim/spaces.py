@@ -114,7 +114,9 @@ class SpaceState:
 
     def enter(self, stage: str, *, ahead: tuple[str, ...] = (), error: str = "") -> None:
         """Be in `stage` now, and later in those `ahead`."""
-        self.stage, self.ahead, self.error = stage, list(ahead), error
+        self.stage = stage
+        self.ahead = list(ahead)
+        self.error = error
         self._arrived()
 
     def start(self) -> None:

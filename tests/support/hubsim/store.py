@@ -32,7 +32,8 @@ class Hub:
 
     def bucket(self, name: str, who: Who, *, write: bool = False) -> BucketState:
         """Look up a bucket on behalf of a caller; to a stranger a private one looks missing."""
-        caller, bucket = self.accounts.caller(who), self.buckets.get(name)
+        caller = self.accounts.caller(who)
+        bucket = self.buckets.get(name)
         if bucket is None or (bucket.private and not caller.may(READ, "bucket", name)):
             raise repo_missing(anonymous=caller.anonymous)
         if write:
@@ -41,7 +42,8 @@ class Hub:
 
     def repo(self, kind: str, name: str, who: Who, *, write: bool = False) -> RepoState:
         """The same for a repository; `kind` is models, datasets or spaces."""
-        caller, repo = self.accounts.caller(who), self.repos.get((kind, name))
+        caller = self.accounts.caller(who)
+        repo = self.repos.get((kind, name))
         if repo is None or (repo.private and not caller.may(READ, KINDS[kind], name)):
             raise repo_missing(anonymous=caller.anonymous)
         if write:

@@ -19,7 +19,8 @@ from .common import CLOCK, HubError
 
 RECORD = 48  # every record of a shard has this size, its header included
 LAST = b"\xff" * 32
-HAS_VERIFICATION, HAS_METADATA = 1 << 31, 1 << 30
+HAS_VERIFICATION = 1 << 31
+HAS_METADATA = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class ShardFile:
 
 
 def parse_shard(data: bytes) -> list[ShardFile]:
-    files, position = [], RECORD
+    files = []
+    position = RECORD
     while data[position : position + 32] != LAST:
         file_hash, flags, count = struct.unpack_from("<32sII", data, position)
         terms = list(_terms(data, position + RECORD, count))
@@ -113,7 +115,9 @@ class Cas:
 
     def reconstruct(self, file_hash: str, start: int, stop: int) -> tuple[int, list[Term]]:
         """The terms that hold bytes [start, stop) of a file, and how many of their first bytes to skip."""
-        skip, terms, position = 0, [], 0
+        skip = 0
+        terms = []
+        position = 0
         for term in self.files[file_hash]:
             if position < stop and start < position + term.size:
                 if not terms:
@@ -141,7 +145,9 @@ OWN_CAS = "/_sim/cas"  # for the simulator itself: no faults, and no place among
 
 def bridge_routes(cas: Cas) -> APIRouter:
     """Whole files by one request, as a browser gets them. The real one is another host, with signed URLs."""
-    routes, lock, held = APIRouter(), Lock(), dict[str, bytes]()
+    routes = APIRouter()
+    lock = Lock()
+    held = dict[str, bytes]()
 
     @routes.get("/cas-bridge/{xet_hash}")
     def bridge(xet_hash: str, request: Request, range: OptionalRange = None) -> Response:
@@ -238,7 +244,8 @@ def _xorb_spans(cas: Cas, terms: list[Term], url: str) -> dict[str, Any]:
     spans = {}
     for name, group in groupby(sorted(terms, key=lambda term: term.xorb), key=lambda term: term.xorb):
         parts = list(group)
-        start, end = min(part.start for part in parts), max(part.end for part in parts)
+        start = min(part.start for part in parts)
+        end = max(part.end for part in parts)
         offsets = cas.xorbs[name]
         packed = {"start": offsets[start], "end": offsets[end] - 1}
         chunks = {"start": start, "end": end}
@@ -256,7 +263,9 @@ HOUR = 3600  # seconds that a token lives, by what its answer says
 
 def xet_token(request: Request, kind: str) -> JSONResponse:
     """The answer of .../xet-{kind}-token: hf_xet reads its body, the client its headers."""
-    url, token, expiry = f"{request.base_url}cas", f"xet-{kind}", int(CLOCK.now().timestamp()) + HOUR
+    url = f"{request.base_url}cas"
+    token = f"xet-{kind}"
+    expiry = int(CLOCK.now().timestamp()) + HOUR
     headers = {"X-Xet-Cas-Url": url, "X-Xet-Access-Token": token, "X-Xet-Token-Expiration": str(expiry)}
     return JSONResponse({"casUrl": url, "accessToken": token, "exp": expiry}, headers=headers)
 

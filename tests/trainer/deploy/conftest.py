@@ -21,8 +21,10 @@ from tests.support.hubsim import HubSim
 from trainer.deploy import hub as deploy_hub
 from trainer.deploy.__main__ import main
 
-OWNER, KEY = "user", "k" * 40
-WRITE, READ = "hf_deployTestWriteToken", "hf_deployTestReadToken"
+OWNER = "user"
+KEY = "k" * 40
+WRITE = "hf_deployTestWriteToken"
+READ = "hf_deployTestReadToken"
 POLICY = Path(__file__).parents[3] / "trainer" / "policies" / "wordle-tiny"
 
 
@@ -61,7 +63,9 @@ class World:
     """One owner's place on the simulated Hub, with the command line as its user meets it."""
 
     def __init__(self, hub: HubSim, apps: Apps, folder: Path) -> None:
-        self.hub, self.apps, self.folder = hub, apps, folder
+        self.hub = hub
+        self.apps = apps
+        self.folder = folder
         self.name = f"w{uuid4().hex[:8]}"
         self.said = ""  # by all commands so far
 
@@ -74,7 +78,8 @@ class World:
 
     def run(self, command: str, *options: str) -> tuple[int, str]:
         """Exit status and output of one command, with the apps behind whatever Spaces it makes."""
-        status, out = 0, io.StringIO()
+        status = 0
+        out = io.StringIO()
         owner = ["--owner", OWNER] if "--owner" not in options else []
         self.name_hosts()
         with redirect_stdout(out), redirect_stderr(out):

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 PORT = 7860
-KEY, TOKEN, WRITING = "planted-key-of-both-spaces", "hf_plantedReadingToken", "hf_plantedWritingToken"
+KEY = "planted-key-of-both-spaces"
+TOKEN = "hf_plantedReadingToken"
+WRITING = "hf_plantedWritingToken"
 STEPS = 3
 GAMES = 8  # of a step
 PATIENCE_S = 1500.0  # on a slow machine that does other things, too; alone it takes less than two minutes
@@ -147,7 +149,8 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("deployed")
     (folder / "bucket").mkdir()
     url = (folder / "bucket").as_uri()
-    env_host, replica_host = "127.0.0.2", "127.0.0.3"
+    env_host = "127.0.0.2"
+    replica_host = "127.0.0.3"
     watching = {"WORDLE_REPLICA_URL": f"http://{replica_host}:{PORT}", "WORDLE_REPLICA_KEY": KEY}
     rules = {"WORDLE_HOST": env_host, "WORDLE_KEY": KEY}
     following = {"REPLICA_BUCKET": "file:///bucket", "REPLICA_RUN": "loop"}
@@ -179,7 +182,8 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 @pytest.mark.live
 @pytest.mark.long
 def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) -> None:
-    bucket, head = open_bucket((deployed.folder / "bucket").as_uri()), deployed.head
+    bucket = open_bucket((deployed.folder / "bucket").as_uri())
+    head = deployed.head
     events = list(RunLogReader(bucket, "loop").poll())
     done = next(event for event in events if isinstance(event, DoneEvent))
     steps = [event for event in events if isinstance(event, StepEvent) and event.step]
@@ -196,7 +200,8 @@ def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) ->
 @pytest.mark.live
 @pytest.mark.long
 def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> None:
-    env, replica = deployed.env, deployed.replica
+    env = deployed.env
+    replica = deployed.replica
     for space in (env, replica):
         assert {process.uids().real for process in space.family()} == {1000}
         assert httpx.get(f"{space.url}/").status_code == 200

@@ -182,7 +182,8 @@ def test_a_model_that_is_too_large_for_the_replicas(world: World, tmp_path, monk
 def test_a_model_that_is_too_large_for_the_trainer(world: World, tmp_path, monkeypatch):
     gpus = [24 * 10**9]
     monkeypatch.setattr(checks, "_gpu_bytes", lambda: gpus)
-    small, large = checkpoint(tmp_path / "small", 6 * 10**8), checkpoint(tmp_path / "larger", 17 * 10**8)
+    small = checkpoint(tmp_path / "small", 6 * 10**8)
+    large = checkpoint(tmp_path / "larger", 17 * 10**8)
     assert not problems(world, "--model", small)
     found = problems(world, "--model", large)
     assert found.keys() == {"GPU of the trainer"}
@@ -235,7 +236,8 @@ def test_the_first_up_makes_keys_and_only_the_public_half_leaves(world: World):
 
 def test_unsigned_removes_the_key_and_the_next_up_restores_it(world: World):
     world.up()
-    key, out = trusted(world), world.up("--unsigned")
+    key = trusted(world)
+    out = world.up("--unsigned")
     assert "signatures   none" in out
     assert str(file_of(world)) not in out
     assert trusted(world) is None
@@ -247,7 +249,8 @@ def test_unsigned_removes_the_key_and_the_next_up_restores_it(world: World):
 
 def test_a_machine_without_the_key_does_not_replace_it(world: World):
     world.up()
-    key, before = trusted(world), world.changes()
+    key = trusted(world)
+    before = world.changes()
     file_of(world).rename("elsewhere.env")
     out = world.fails("up")
     assert f"the key's file {file_of(world)} is missing" in out
@@ -260,7 +263,8 @@ def test_a_machine_without_the_key_does_not_replace_it(world: World):
 
 def test_replicas_trust_both_keys_while_the_owner_changes_them(world: World):
     world.up()
-    old, new = lines(world), new_pair()
+    old = lines(world)
+    new = new_pair()
     both = f"{new[PUBLIC_KEY]},{old[PUBLIC_KEY]}"
     file_of(world).write_text(f"{SIGNING_KEY}={new[SIGNING_KEY]}\n{PUBLIC_KEY}={both}\n")
     world.up()

@@ -80,7 +80,8 @@ def checkout(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     """A clone with what one Space is made of; git ignores `.venv/` and `*secret*` there."""
     folder = tmp_path / "clone"
     for name in ["LICENSE", "pyproject.toml", package, "shared"]:
-        source, copy = CHECKOUT / name, folder / name
+        source = CHECKOUT / name
+        copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))

@@ -275,7 +275,8 @@ def test_down_leaves_the_bucket_and_spaces_of_similar_names(world: World, api):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A page whose words are behind a link, with files that belong on no Space."""
-    site, words = tmp_path / "site", tmp_path / "words"
+    site = tmp_path / "site"
+    words = tmp_path / "words"
     for path in (site / "index.html", site / "src" / "page.js", site / "run" / "model.safetensors"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"this is {path.name}")
@@ -289,7 +290,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_page_becomes_a_static_space_that_shows_exactly_its_files(world: World, api, folder: Path):
-    page, shown = f"{OWNER}/{world.name}-page", ["index.html", "run/model.safetensors", "src/page.js"]
+    page = f"{OWNER}/{world.name}-page"
+    shown = ["index.html", "run/model.safetensors", "src/page.js"]
     out = world.up("--static", str(folder))
     assert f"create or update {page} (private, static)" in out
     assert "only accounts with access" in out
@@ -350,7 +352,8 @@ def test_a_page_needs_no_plan_and_only_the_token_that_writes(world: World, monke
 def test_a_foreign_space_is_left_alone(world: World, api, folder: Path, kind, app):
     space = f"{OWNER}/{world.name}-{app}"
     api.create_repo(space, repo_type="space", space_sdk=kind)
-    before, options = world.changes(), ["--static", str(folder)] if kind == "static" else []
+    before = world.changes()
+    options = ["--static", str(folder)] if kind == "static" else []
     refusal = f"{space} was not made by trainer.deploy, so nothing was changed: choose another --name"
     for command in (["up", *options], ["down"]):
         assert refusal in world.fails(*command)

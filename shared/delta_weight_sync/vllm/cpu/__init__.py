@@ -70,7 +70,8 @@ def self_test(model: torch.nn.Module) -> None:
     """Raise `RuntimeError` if a layer of the loaded model does not compute from its live weight."""
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "cpu_linear")]
     for name, module in layers:
-        linear, weight = module.cpu_linear, module.weight
+        linear = module.cpu_linear
+        weight = module.weight
         live = linear is functional.linear  # an unpacked layer: each call passes its weight
         if isinstance(linear, LiveLinear):
             live = linear.memory.is_set_to(weight.data)
@@ -99,7 +100,8 @@ def _keep_experts_live(experts: Any, layer: torch.nn.Module) -> None:
 
 def _without_rewinds(bookkeeping: Any) -> Any:
     def wrapped(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        generators, discard = runner.input_batch.generators, runner.discard_request_mask.np
+        generators = runner.input_batch.generators
+        discard = runner.discard_request_mask.np
         hidden = {i: generators.pop(i) for i in list(generators) if discard[i]}
         try:
             return bookkeeping(runner, *args, **kwargs)

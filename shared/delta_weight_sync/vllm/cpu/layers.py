@@ -28,7 +28,8 @@ class LiveLinear:
 
 def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute bf16 `x @ weight.T + bias` in float32, by tiles of `weight` and blocks of rows of `x`."""
-    wide, tile = x.reshape(-1, x.shape[-1]).float(), max(1, _TILE // weight.shape[1])
+    wide = x.reshape(-1, x.shape[-1]).float()
+    tile = max(1, _TILE // weight.shape[1])
     out = x.new_empty(len(wide), len(weight))
     for start in range(0, len(weight), tile):
         part = slice(start, start + tile)
@@ -63,7 +64,8 @@ def norm_in_one_kernel(native: Any) -> Any:
             return self.forward_native(x, residual)
         from delta_weight_sync.vllm.cpu.norms import normalize  # imported late: see `plugin`
 
-        out, added = torch.empty(x.shape, dtype=x.dtype), residual.data_ptr() if residual is not None else 0
+        out = torch.empty(x.shape, dtype=x.dtype)
+        added = residual.data_ptr() if residual is not None else 0
         columns, step = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)  # 2 dimensions: one column
         addresses = (x.data_ptr(), added, self.weight.data_ptr(), out.data_ptr())
         normalize(addresses, (len(x), columns, x.shape[-1], x.stride(0), step), self.variance_epsilon)
@@ -100,9 +102,11 @@ def apply_live_experts(
 
 def _activated(activation: Any, x: torch.Tensor) -> torch.Tensor:
     """Apply a gated activation of vLLM's CPU experts, in float32 as vLLM does."""
-    wide, kind = x.float(), activation.value
+    wide = x.float()
+    kind = activation.value
     if kind == "swigluoai":  # gates and values alternate
-        gate, value = wide[:, ::2].clamp(max=7.0), wide[:, 1::2].clamp(-7.0, 7.0)
+        gate = wide[:, ::2].clamp(max=7.0)
+        value = wide[:, 1::2].clamp(-7.0, 7.0)
         return (gate * torch.sigmoid(1.702 * gate) * (value + 1)).to(x.dtype)
     gate, value = wide.chunk(2, dim=1)
     approximate = "tanh" if kind == "gelu_tanh" else "none"

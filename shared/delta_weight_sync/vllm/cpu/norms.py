@@ -37,12 +37,14 @@ def normalize(
     """
     x, residual, weight, out = addresses
     rows, columns, size, row_stride, column_stride = shape
-    factors, line = carray(pointer(weight), size), np.empty(size, np.float32)
+    factors = carray(pointer(weight), size)
+    line = np.empty(size, np.float32)
     for i in range(rows):
         for j in range(columns):
             values = carray(pointer(x + 2 * (i * row_stride + j * column_stride)), size)
             first = 2 * (i * columns + j) * size
-            sums, result = carray(pointer(residual + first), size), carray(pointer(out + first), size)
+            sums = carray(pointer(residual + first), size)
+            result = carray(pointer(out + first), size)
             total = np.float32(0)
             for k in range(size):
                 line[k] = _widen(values[k])
