@@ -50,7 +50,8 @@ class LiveServer:
     """vLLM as its users start it, with its own loaders reachable beside our worker."""
 
     def __init__(self, folder: Path) -> None:
-        self._log, self._port = folder / "vllm.log", free_port()
+        self._log = folder / "vllm.log"
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._http = httpx.Client(timeout=300.0, trust_env=False)
 

@@ -39,7 +39,9 @@ class Clock:
     """Seconds since the start of the simulation."""
 
     def __init__(self) -> None:
-        self.now, self._main, self._order = 0.0, getcurrent(), itertools.count()
+        self.now = 0.0
+        self._main = getcurrent()
+        self._order = itertools.count()
         self._due: list[tuple[float, int, _Alarm]] = []
         self._tasks = set[Task]()
         named = {name: self._bound(kind) for name, kind in _KINDS.items()}

@@ -229,7 +229,8 @@ class CountedMirror:
     """In place of the `Mirror` of a rank's own tensor."""
 
     def __init__(self, scenario: Scenario, clock: Clock) -> None:
-        self._scenario, self._sleep = scenario, _computing(scenario, clock)
+        self._scenario = scenario
+        self._sleep = _computing(scenario, clock)
         self._bits = CountedBits("")
         self.digest = 0
 

@@ -162,7 +162,8 @@ class RunCache:
     def _read(self, own: ReplicaEvent | None) -> None:
         info = self._find()
         if info != self._info:
-            self._info, self.state = info, RunState()
+            self._info = info
+            self.state = RunState()
             self._own_commits.clear()
             every_s = 3 * self._bucket.report_every_s
             self._log = RunLogReader(self._bucket, info.run, list_every_s=every_s) if info else None

@@ -309,7 +309,8 @@ class Plan:
             apply_s = decode.seconds(params, changed) + APPLY.seconds(params, changed)
             return requests_s + size / link + apply_s / self.threads
 
-        self.join_anchor_s, self.join_deltas_s = self.full / link, deltas_s(self.anchor_every / 2)
+        self.join_anchor_s = self.full / link
+        self.join_deltas_s = deltas_s(self.anchor_every / 2)
         check_s = DIGEST.seconds(params) / self.threads
         self.join_rebuild_s = LOAD.seconds(params) + check_s + SAVE.seconds(params)
         self.join_s = self.join_anchor_s + self.join_deltas_s + self.join_rebuild_s
@@ -337,7 +338,8 @@ class Plan:
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
         polls = WINDOW_S / _HOUR_S * fetched_hour * POLLS
-        self.file_requests, self.api_requests = requests("files", 0) + polls, requests("api", api)
+        self.file_requests = requests("files", 0) + polls
+        self.api_requests = requests("api", api)
         fitting = [n for n in GPUS if 1e9 * HARDWARE[n].gpus * HARDWARE[n].gpu_gb >= REPLICA_BYTES * params]
         self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None

@@ -105,7 +105,8 @@ class RunReader:
     """
 
     def __init__(self, bucket: Bucket, run: str, public_keys: PublicKeys | None = None) -> None:
-        self.bucket, self.keys = bucket, Keys(run)
+        self.bucket = bucket
+        self.keys = Keys(run)
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
         self._unreadable = set[str]()  # keys of files that were missing or damaged at their last fetch
         self._ahead: dict[str, Future[bytes]] = {}  # objects that are fetched before anything needs them

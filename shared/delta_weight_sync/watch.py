@@ -104,7 +104,8 @@ class Watcher:
         self._newest = seen  # the newest version found; older ones are refused
         self._key = ""  # key of the HEAD of the newest version (the known HEAD)
         # Records that were skipped to find the newest version: damaged HEADs, and damaged manifests.
-        self._skipped_heads, self._skipped = Problems(), Problems()
+        self._skipped_heads = Problems()
+        self._skipped = Problems()
 
     def check(self, use: Callable[[Manifest], object]) -> bool:
         """If it is time, look, and call `use` with a new version. Raises the errors of `poll` and `use`.

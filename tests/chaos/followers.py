@@ -84,7 +84,8 @@ class Replica(Mortal):
 
     def __init__(self, url: str, folder: Path, truth: Path, poll_s: float) -> None:
         super().__init__()
-        self.folder, self.engine = folder, Engine(Truth(truth))
+        self.folder = folder
+        self.engine = Engine(Truth(truth))
         mock.patch("delta_weight_sync.watch.LONGEST_S", 0.05).start()
         reader = RunReader(self.open_bucket(url), RUN)
         self._follower = Follower(reader, self.engine, name=folder.name, folder=folder, poll_s=poll_s)

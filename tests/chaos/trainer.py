@@ -36,7 +36,9 @@ class Trainer(Mortal):
     ) -> None:
         """`ranks`: this one, how many there are, and the file by which they meet."""
         super().__init__()
-        self._url, self._folder, self._truth = url, folder, Truth(truth)
+        self._url = url
+        self._folder = folder
+        self._truth = Truth(truth)
         self._rank, self._size, store = ranks
         self._generator = torch.Generator().manual_seed(seed)
         self._sync = 0

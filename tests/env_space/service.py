@@ -46,7 +46,8 @@ class Space:
     """`python -m APP.app` in a process on loopback; its log is complete after it has stopped."""
 
     def __init__(self, log, files=None, app="env_space", **variables):
-        self._log, port = log, free_port()
+        self._log = log
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         prefix = {"env_space": "WORDLE", "inference_space": "REPLICA"}[app]
         environ = os.environ | {f"{prefix}_HOST": "127.0.0.1", f"{prefix}_PORT": str(port)} | variables

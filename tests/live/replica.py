@@ -102,7 +102,8 @@ class Replica(Server):
         max_model_len: int = 512,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder, port = folder, free_port()
+        self.folder = folder
+        port = free_port()
         folder.mkdir(parents=True, exist_ok=True)
         settings = {
             "REPLICA_BUCKET": bucket_url,

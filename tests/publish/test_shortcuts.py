@@ -255,7 +255,8 @@ def test_an_anchor_stays_ordered_until_all_ranks_have_tried_to_store_it(writer):
         assert writer.ordered == 8
     writer.collect([[], [Stored(None, 8, None)]])
     assert writer.ordered is None, "one rank could not store it: the next version may order another"
-    writer.ordered, writer.newest = 16, manifest_of(16 + 129, 3)
+    writer.ordered = 16
+    writer.newest = manifest_of(16 + 129, 3)
     writer.collect([[Stored(None, 16, ())], []])
     assert writer.ordered is None, "one rank is so far behind that nothing may name its part any more"
 

@@ -38,7 +38,8 @@ class RecordedControls:
         if version > 9:
             raise ValueError(f"the run has no version {version}")
         self.calls.append(f"pin {version}")
-        self.paused, self.pinned = False, SimpleNamespace(version=version)
+        self.paused = False
+        self.pinned = SimpleNamespace(version=version)
 
     def heal(self) -> None:
         self.calls.append("heal")

@@ -29,7 +29,9 @@ class WrittenRun:
         created_at: float = 1_780_000_000.0,
         log_every_s: float = 0.1,
     ) -> None:
-        self.bucket, self.keys, self.t = bucket, Keys(run), created_at
+        self.bucket = bucket
+        self.keys = Keys(run)
+        self.t = created_at
         self.created_at = created_at
         info = RunInfo(run=run, model="Qwen/Qwen3-0.6B", created_at=created_at, full_bytes=FULL)
         bucket.put(self.keys.info, info.to_bytes())

@@ -141,7 +141,8 @@ def test_another_model_than_the_runs_is_refused_at_once(buckets, base, tmp_path,
 def test_the_state_at_the_end_is_that_of_the_last_step(steps, cut, done, interrupted):
     trainer = mock.MagicMock()
     args = SimpleNamespace(weight_sync_steps=2, gradient_accumulation_steps=1)
-    trainer.resumed_from, trainer.progress.return_value = None, Progress(1, {}, 0, ())
+    trainer.resumed_from = None
+    trainer.progress.return_value = Progress(1, {}, 0, ())
     trainer.callback_handler.model = torch.nn.Linear(1, 1)
     states = SaveState(trainer, trainer, every=20)
     states.on_train_begin(args, None, None)

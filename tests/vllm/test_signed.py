@@ -46,7 +46,8 @@ class Thief:
     """Has a token that may write to the bucket, a copy of whatever was in it, and a key of its own."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.bucket, self.keys = bucket, Keys("signed")
+        self.bucket = bucket
+        self.keys = Keys("signed")
         self.reader = RunReader(bucket, "signed", PublicKeys(""))
         self._past: list[dict[str, bytes]] = []
 

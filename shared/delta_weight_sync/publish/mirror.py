@@ -112,7 +112,8 @@ class Mirror:
         patches = []
         for number in np.flatnonzero(counts):
             part = parts[number]
-            (a, b) = (ends[number] - counts[number], ends[number])
+            a = ends[number] - counts[number]
+            b = ends[number]
             patches.append(Patch(part.name, part.block.shape, part.block.positions(index[a:b]), ulps[a:b]))
         return patches
 
@@ -193,7 +194,8 @@ class Search:
     """
 
     def __init__(self, mirror: Mirror) -> None:
-        self._mirror, self._found = mirror, Found([], [])
+        self._mirror = mirror
+        self._found = Found([], [])
         self._waiting = list[Part]()
         self._held = 0
 

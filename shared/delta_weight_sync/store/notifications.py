@@ -33,7 +33,8 @@ class Quota:
         self._lock = threading.Lock()
         self._slower = 1.0  # the interval, as a multiple of the usual interval
         self._last: tuple[float, int] | None = None  # time of the last count, and the requests left then
-        self._refusals, self._open_at = 0, clock()
+        self._refusals = 0
+        self._open_at = clock()
 
     def left(self, requests: int, seconds: float) -> None:
         """Note an answer: `requests` are left for the next `seconds`."""

@@ -91,7 +91,9 @@ class Follower:
         self._signed_by: str | None = None  # the key that signed the served version
         self._commits = deque[CommitEvent](maxlen=256)
         # Delays after a failure to go to the owner's version, after a start of vLLM, and after a failed join.
-        self._holding, self._starting, self._joining = Backoff(), Backoff(), Backoff()
+        self._holding = Backoff()
+        self._starting = Backoff()
+        self._joining = Backoff()
         self._refusal: errors.EngineError | None = None  # of a failed join while nothing was served
         self._served_last: Manifest | None = None  # like `serving`, but kept while nothing is served
         self._learned = _NONE  # the tensors whose places vLLM knows

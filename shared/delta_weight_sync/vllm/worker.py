@@ -408,7 +408,8 @@ class DeltaWorker:
         return self._begin("stage", partial(self.weights.stage, [*map(Path, deltas)], self._digest))
 
     def _begin(self, name: str, work: Callable[[], Staged]) -> Answer:
-        self._staged, self.staging = Staged(), Future()
+        self._staged = Staged()
+        self.staging = Future()
         Thread(target=self._stage, args=(work, self.staging), name=name, daemon=True).start()
         return {"done": False}
 
