@@ -150,7 +150,8 @@ def create_app(settings: Settings) -> FastAPI:
         yield
         _log.info("stopped with %d games in play", sum(map(len, (sessions, visitors, watched))))
 
-    app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
+    # A redirect to a path with a slash would repeat the request's Host.
+    app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan, redirect_slashes=False)
     app.add_middleware(Guard, routes=ROUTES, key=settings.required_key, secret="WORDLE_KEY", refuse=problem)
     _answer_problems(app)
     http_seconds, ws_seconds = (metrics.seconds.labels(via) for via in ("http", "ws"))

@@ -27,7 +27,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_ENTRIES = 1024  # of each field that is a list or object, except the prompt; messages; parts of messages
 MAX_VALUES = 4096  # of all messages together, however nested
-MAX_ECHOED = 1024  # tokens, or characters, of all prompts that are echoed with logprobs
+MAX_ECHOED = 1024  # tokens, or bytes of text, of all prompts that are echoed with logprobs
 INPUTS = "prompt", "messages"
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (
@@ -92,7 +92,7 @@ class Completions:
         _check_prompt(prompt)
         # vLLM would compute the logits of all these tokens in one piece.
         if asked.get("echo") and asked.get("logprobs") is not None and _length(prompt) > MAX_ECHOED:
-            limit = f"{MAX_ECHOED} tokens or characters in all"
+            limit = f"{MAX_ECHOED} tokens or bytes of text in all"
             raise ValueError(f"prompts are too long for echo with logprobs: send at most {limit}")
         # A list of integers is the tokens of a single prompt.
         many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
@@ -140,13 +140,15 @@ def _check_prompt(prompt: Any) -> None:
 
 
 def _are_tokens(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _length(prompt: Any) -> int:
-    """Length of all prompts together, in characters or tokens."""
+    """Length of all prompts together, in tokens or bytes of text; no text has more tokens than bytes."""
     if isinstance(prompt, list) and not _are_tokens(prompt):
-        return sum(map(len, prompt))
+        return sum(map(_length, prompt))
+    if isinstance(prompt, str):
+        return len(prompt.encode(errors="replace"))
     return len(prompt or ())
 
 

@@ -67,7 +67,10 @@ def ask(url: str, prompts: list[list[int]]) -> Answer:
     body = {"model": MODEL_NAME, "prompt": prompts, "max_tokens": 1, "temperature": 0}
     body |= {"echo": True, "logprobs": 0}
     answer = spaces.request(url, "POST", "/v1/completions", json=body).raise_for_status()
-    (entry,) = made_by(answer.headers)
+    entries = made_by(answer.headers)
+    if len(entries) != 1:
+        raise ValueError(f"the answer comes from {len(entries)} published versions, not from one")
+    (entry,) = entries
     choices = sorted(_Completion.model_validate_json(answer.content).choices, key=lambda choice: choice.index)
     found = [choice.logprobs[1:TOKENS] for choice in choices]
     if any(None in row or len(row) != TOKENS - 1 for row in found) or len(found) != len(prompts):

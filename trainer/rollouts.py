@@ -102,10 +102,24 @@ class MadeBy(TypedDict):
 
 
 def made_by(headers: Mapping[str, str]) -> list[MadeBy]:
-    """Read which published weights made a replica's answer from its headers; the oldest come first."""
-    entries = json.loads(headers.get("x-policy-versions", "[]"))
-    published = (entry for entry in entries if entry["weights"])
-    return sorted(published, key=lambda entry: entry["weights"]["version"])
+    """Read which published weights made a replica's answer from its headers; the oldest come first.
+
+    Raises `ValueError` if the header has another form, as of another release.
+    """
+    text = headers.get("x-policy-versions", "[]")
+    try:
+        published = [entry for entry in json.loads(text) if entry["weights"]]
+        return sorted(published, key=lambda entry: int(entry["weights"]["version"]))
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"its header x-policy-versions is of another release: {text[:100]!r}") from error
+
+
+def _made_by(headers: Mapping[str, str]) -> list[MadeBy]:
+    """Like `made_by`, for a request that may be made again at another replica."""
+    try:
+        return made_by(headers)
+    except ValueError as error:
+        raise aiohttp.ClientError(str(error)) from error
 
 
 class Conversation:
@@ -201,7 +215,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             url = conversation.replica
             try:
                 answer, headers = await self._request(f"{url}{path}", payload, timeout)
-                entries = made_by(headers)
+                entries = _made_by(headers)
                 last = self._last_known_sync(entries[0]["weights"] if entries else None)
                 conversation.add_turn(payload["prompt"], answer["choices"][0]["token_ids"], entries, last)
                 return answer

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -63,6 +64,8 @@ class Guard:
                 receive = replay(await read_body(receive, route.max_body), receive)
         except HTTPException as refusal:
             return await self.refuse(refusal)(scope, receive, send)
+        except ClientDisconnect:
+            return None
         return await self.app(scope, receive, send)
 
 
@@ -93,13 +96,16 @@ def _no_key(headers: dict[bytes, bytes], secret: str) -> HTTPException:
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """Read the complete body. Raises `HTTPException`: 408 after `BODY_S`, 413 beyond `limit` bytes."""
+    """Read the complete body. Raises `HTTPException`: 408 after `BODY_S`, 413 beyond `limit` bytes; and
+    `ClientDisconnect` if the client leaves before."""
     body = bytearray()
     more = True
     try:
         async with asyncio.timeout(BODY_S):
             while more and len(body) <= limit:
                 message = await receive()
+                if message["type"] == "http.disconnect":  # the client left before its body was complete
+                    raise ClientDisconnect
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
     except TimeoutError:

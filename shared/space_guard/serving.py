@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 STOP_S = 20  # seconds after a signal in which uvicorn must stop
 _CLEAN_S = 5  # further seconds to remove temporary files, if uvicorn did not stop
@@ -35,6 +36,16 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+class _Connection(H11Protocol):
+    """Closes connections beyond the limit: uvicorn itself would keep them open and answer their requests with
+    503, until no file can be opened. h11 also refuses a head of more than 64 KB; httptools has no limit."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > (self.limit_concurrency or 0):
+            transport.abort()
+
+
 def serve(
     app: ASGIApp,
     sockets: list[socket.socket] | None = None,
@@ -44,11 +55,11 @@ def serve(
 ) -> None:
     """Serve `app` with uvicorn's `options` until SIGTERM or SIGINT; then the process ends within 30 s.
 
-    If `connections` are open, new requests get 503. The system's limit of open files may lower this number.
+    If `connections` are open, further ones are closed. The system's limit of files may lower this number.
     """
     config = uvicorn.Config(
         app,
-        http="h11",  # refuses a head of more than 64 KB; httptools has no limit
+        http=_Connection,
         limit_concurrency=_open_files(connections + _SPARE_FILES) - _SPARE_FILES,
         timeout_keep_alive=120,  # between two requests on one connection, a rollout may wait for seconds
         **{"access_log": False, **options},

@@ -51,6 +51,8 @@ def count(**fields) -> int:
         ({"messages": [{"role": "user"} | {str(key): 1 for key in range(4096)}]}, "4096 values"),
         ({"prompt": [[1], "a"]}, "prompt must be a text"),
         ({"prompt": [1, True]}, "prompt must be a text"),
+        ({"prompt": [-1] * 9}, "prompt must be a text"),
+        ({"echo": True, "logprobs": 0, "prompt": "🫨" * 257}, "at most 1024 tokens"),
         ({"prompt": [{}] * 9}, "prompt must be a text"),
         ({"prompt": [[[1]]]}, "prompt must be a text"),
         ({"echo": True, "logprobs": 0, "prompt": [1] * 1025}, "at most 1024 tokens"),

@@ -342,3 +342,21 @@ def test_a_sync_without_a_version_of_its_own_is_restored_too(tmp_path: Path):
             np.testing.assert_array_equal(to_bits(rolled[name]), bits)
     state = open_run(url).checkout(newest, tmp_path / "out")
     np.testing.assert_array_equal(to_bits(rolled["a"]), state["a"])
+
+
+def test_syncs_without_changes_after_a_pinned_one_are_merged(tmp_path):
+    """They have the pinned sync's digest, so the outbox might take each of them for the pinned one."""
+    run = Drifting(tmp_path / "bucket")
+    link = SlowLink(run.reader.bucket, "/deltas/")
+    run.move()
+    run.publish()
+    link.wait()
+    run.move()
+    run.publish()
+    assert run.outbox.pin()
+    for _ in range(20):
+        run.publish()
+    assert len(run.outbox._updates) <= 2
+    link.up.set()
+    assert run.flush().version <= 4
+    run.close()

@@ -1,17 +1,20 @@
 """Jumps over several versions and anchors: made beside the publisher, named by a later version, exact."""
 
+import errno
 import tempfile
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from delta_weight_sync import codec
+from delta_weight_sync import codec, records
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
+from delta_weight_sync.publish import shortcuts
 from delta_weight_sync.publish.writer import RunWriter, Stored
 from delta_weight_sync.records import DeltaRef
 from delta_weight_sync.scratch import is_memory
@@ -293,3 +296,72 @@ def test_temporary_files_in_memory_are_said(tmp_path, monkeypatch, caplog):
         Drifting(tmp_path / "bucket").close()
     assert f"temporary files go to {folder}, which takes memory (tmpfs)" in caplog.text
     assert "set TMPDIR to a folder on a disk" in caplog.text
+
+
+@pytest.fixture
+def anchors_are_due(monkeypatch):
+    """At each version, because a join would fetch a delta."""
+    monkeypatch.setattr(records, "ANCHOR_PAYS", 0.0)
+
+
+def steps_of(jumps) -> set[tuple[int, int]]:
+    return {(jump.base, jump.version) for jump in jumps}
+
+
+def test_without_room_for_an_anchor_jumps_are_made(tmp_path, monkeypatch, anchors_are_due):
+    run = Drifting(tmp_path / "bucket")
+    full = SimpleNamespace(free=10)
+    monkeypatch.setattr(shortcuts.shutil, "disk_usage", lambda folder: full)
+    run.steps(70)
+    run.close()
+    assert run.newest.anchor.version == 0
+    assert {(0, 64), (8, 16)} <= steps_of(run.newest.jumps)
+    assert len(run.newest.recipe().deltas) < 10
+
+
+def test_an_anchor_that_the_store_refuses_is_not_written_at_each_version(
+    tmp_path, monkeypatch, anchors_are_due
+):
+    run = Drifting(tmp_path / "bucket")
+    written = []
+
+    def refuse(version, paths):
+        written.append([*paths])
+        raise BucketUnreachableError("no anchors")
+
+    run.outbox._writer.put_weights = refuse
+    run.steps(40)
+    run.close()
+    assert 2 <= len(written) <= 6
+    assert (0, 8) in steps_of(run.newest.jumps)
+
+
+def test_anchors_are_made_although_the_store_refuses_jumps(tmp_path, monkeypatch, anchors_are_due):
+    run = Drifting(tmp_path / "bucket")
+    refused = mock.Mock(side_effect=BucketUnreachableError("no jumps"))
+    run.outbox._writer.put_jump = refused
+    run.steps(100)
+    run.close()
+    assert refused.call_count > 8
+    assert run.newest.anchor.version > 50
+    assert len(run.outbox.shortcuts._unsent) <= shortcuts._UNSENT + 2
+
+
+def test_a_full_disk_keeps_no_part_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(shortcuts, "_SMALLEST", 0)
+    monkeypatch.setattr(shortcuts, "_SHARE", 10**9)
+    run = Drifting(tmp_path / "bucket")
+    write = Path.write_bytes
+
+    def full(self, data):
+        if self.suffix != ".delta":
+            return write(self, data)
+        write(self, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        run.steps(20)
+    left = [path for path in run.outbox.shortcuts.folder.iterdir() if path.suffix == ".delta"]
+    run.close()
+    assert not left

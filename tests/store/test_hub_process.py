@@ -14,7 +14,7 @@ from delta_weight_sync.store import DIRECT
 PROGRAM = f"""
 import json, os, sys
 from pathlib import Path
-from huggingface_hub import HfApi, get_session, set_client_factory
+from huggingface_hub import HfApi, close_session, get_session, set_client_factory
 from huggingface_hub.utils import are_progress_bars_disabled
 from huggingface_hub.utils._http import default_client_factory
 
@@ -36,6 +36,8 @@ bucket.put("small", b"a")
 bucket.put("large", bytes(range(256)) * ({DIRECT} // 256 + 1))
 assert bucket.get("small") == b"a"
 assert len(bucket.fetch("large", Path(sys.argv[2]), 10 * {DIRECT})) == 64
+close_session()  # as huggingface_hub does after a connection failed
+assert bucket.get("small") == b"a"
 timeouts = {{request.extensions["timeout"]["read"] for request in seen}}
 del seen[:]
 HfApi().whoami()

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import aiohttp
 import pytest
 from accelerate import PartialState
 from transformers import AutoTokenizer
@@ -262,3 +263,12 @@ def test_a_child_that_fails_later_ends_the_trainer_with_the_cause(monkeypatch):
     sentence = "the process that collects rollouts failed: SpacesUnavailableError: http://r does not answer"
     with pytest.raises(RolloutError, match=f"^{sentence}$"):
         worker.check_health(1.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["41:0-31,42:31-64", "x", "[1]", '{"a": 1}', '[{"weights": {"term": 1}}]', "null"]
+)
+def test_a_header_of_another_release_is_tried_at_another_replica(text):
+    with pytest.raises(aiohttp.ClientError, match="x-policy-versions is of another release"):
+        rollouts._made_by({"x-policy-versions": text})
+    assert issubclass(aiohttp.ClientError, rollouts._RETRIED)

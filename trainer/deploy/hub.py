@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import HfApi, SpaceRuntime, get_session
+from huggingface_hub import HfApi, SpaceRuntime
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     BucketNotFoundError,
     HfHubHTTPError,
@@ -27,6 +27,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from delta_weight_sync.cost import HARDWARE, PRICES_READ_ON
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.signing import PUBLIC_KEY
+from delta_weight_sync.store.hub import for_each_client
 from trainer import spaces
 from trainer.deploy import DeployError
 from trainer.deploy.plan import MARK, SpacePlan
@@ -49,10 +50,14 @@ Secrets = Mapping[str, str]  # name -> value
 
 def connect() -> HfApi:
     """A client of the Hub at HF_ENDPOINT, with a time limit for requests; huggingface_hub sets none."""
-    get_session().timeout = 60.0
+    for_each_client(_limit_time)
     disable_progress_bars()
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+
+
+def _limit_time(client: Any) -> None:
+    client.timeout = 60.0
 
 
 @contextmanager

@@ -100,9 +100,12 @@ def stage_page(folder: Path, out: Path) -> None:
     if not (folder / "index.html").is_file():
         fix = "name `web`, or a folder that `python -m inference_space.dashboard --export` wrote"
         raise DeployError(f"--static {folder} has no index.html: {fix}")
-    if readme.exists() and "sdk: static" not in readme.read_text():
+    if readme.exists() and "sdk: static" not in readme.read_text(errors="replace"):
         raise DeployError(f"{readme} lacks `sdk: static`: write it between two lines of ---")
-    shutil.copytree(folder, out, ignore=shutil.ignore_patterns(".*", "node_modules"))
+    try:
+        shutil.copytree(folder, out, ignore=shutil.ignore_patterns(".*", "node_modules"))
+    except shutil.Error as error:  # such as a link that leads nowhere
+        raise DeployError(f"--static {folder}: {error.args[0][0][2]}: remove it") from None
     if not readme.exists():
         (out / "README.md").write_text(_CARD)
 

@@ -369,6 +369,8 @@ class Outbox:
             last = self._updates[-1] if self._updates else None
             # Merge nothing into a pinned sync that is not in the bucket yet.
             merges = last is not None and (last.digest != self._pinned[0] or self._pinned[1] is not None)
+            # A sync without changes has the pinned one's digest, so any that wait after it may be merged.
+            merges = merges or (len(self._updates) > 1 and self._updates[-2].digest == self._pinned[0])
             # All ranks merge if rank 0 does, and use rank 0's `sync`, because TRL counts only there. The lock
             # is held, so that the background thread does not take `last` meanwhile.
             answers = self._peers.exchange((self.mirror.digest, merges, sync))

@@ -40,6 +40,7 @@ _BEHIND: Final = 16  # while more versions than this wait, anchors are made, but
 _CLOSING_S: Final = 5.0
 _SMALLEST: Final = 1 << 24  # bytes of memory that patches may always take
 _SHARE: Final = 3  # patches may take up to 1 / _SHARE of the bf16 weights, if that is more than _SMALLEST
+_UNSENT = 8  # max jumps that wait for the store; of more, the oldest are dropped
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -231,6 +232,20 @@ class Shortcuts:
             start.digest = version.digest
             self._trim()
             self._join(base, version)
+        try:
+            self._put_jumps()
+        except BucketError as error:  # the next version tries again
+            self._complain(error)
+        if version.anchor:
+            try:
+                self._anchor = self._put_anchor(version)
+            except (OSError, BucketError) as error:  # the writer orders another anchor later
+                self._complain(error)
+            self._unnamed |= {file.key: number for file in self._anchor or ()}
+        self._prune(version.manifest)
+
+    def _put_jumps(self) -> None:
+        del self._unsent[:-_UNSENT]
         while self._unsent:
             base, end, data, changed = self._unsent[0]
             some = changed or isinstance(self._writer, RunWriter)  # only rank 0 stores an empty part
@@ -239,10 +254,6 @@ class Shortcuts:
             with self._changed:
                 self._stored.append(Stored(base, end, files))
             del self._unsent[0]
-        if version.anchor:
-            self._anchor = self._put_anchor(version)
-            self._unnamed |= {file.key: number for file in self._anchor}
-        self._prune(version.manifest)
 
     def _jump(self, start: _Start, end: Published) -> tuple[int, int, bytes, int]:
         """Make the jump from `start` to `end`. Return base, version, bytes, changes."""

@@ -64,7 +64,7 @@ class Span:
 
 def write(path: Path, delta: bytes, patches: Callable[[], Iterable[Patch]]) -> None:
     """Write the file of a span, whose delta and patches these are. Reading the file needs no older bits."""
-    path.write_bytes(delta)
+    _store(path, delta)
     found = codec.Delta(path)
     if found.reads_old:
         write_patches(path, patches(), found.base, found.version)
@@ -72,7 +72,16 @@ def write(path: Path, delta: bytes, patches: Callable[[], Iterable[Patch]]) -> N
 
 def write_patches(path: Path, patches: Iterable[Patch], base: int, version: int) -> None:
     """Write the file of a span whose delta is not at hand."""
-    path.write_bytes(codec.encode(patches, None, base=base, version=version, group_elements=_GROUP))
+    _store(path, codec.encode(patches, None, base=base, version=version, group_elements=_GROUP))
+
+
+def _store(path: Path, data: bytes) -> None:
+    """Write a file, or leave none: on a full disk, a part of it would only take room."""
+    try:
+        path.write_bytes(data)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def merged(spans: Sequence[Span], shapes: Shapes) -> Iterator[Patch]:

@@ -39,6 +39,7 @@ from delta_weight_sync.store import Bucket, ObjectInfo, Objects, file_sha256
 from delta_weight_sync.util import Guard
 
 _EVERY = 16  # versions between two looks for damage
+_ANCHOR_PAUSE = 8  # versions between two orders of an anchor, which takes a copy of the model on disk
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -109,6 +110,7 @@ class RunWriter(PartWriter):
         self._decided: Manifest | None = None  # the next version, until it is in the bucket
         self._delta: tuple[str, bytes] | None = None  # key and content of that version's delta
         self.ordered: int | None = None  # the version of an anchor that not all ranks have stored yet
+        self._next_anchor = 0  # after an anchor that failed: the version from which to order another
         self._parts: dict[tuple[int | None, int], dict[int, Stored]] = {}  # (base, version) -> rank -> part
         self._jumps: list[DeltaRef] = []  # stored by all ranks, but named by no manifest yet
         self._new_anchor: AnchorRef | None = None  # stored by all ranks, but named by no manifest yet
@@ -153,7 +155,7 @@ class RunWriter(PartWriter):
     def anchor_is_due(self) -> bool:
         """Whether an anchor is needed: a join would fetch too much, or the newest version is damaged."""
         newest = self.newest
-        if newest is None or self._new_anchor or self.ordered:
+        if newest is None or self._new_anchor or self.ordered or newest.version < self._next_anchor:
             return False
         if self._damaged:
             return True
@@ -245,6 +247,8 @@ class RunWriter(PartWriter):
                     self._new_anchor = AnchorRef(version=version, files=tuple(files))
                 else:
                     self._jumps += joined([file for file in files if isinstance(file, DeltaRef)])
+            elif base is None:
+                self._next_anchor = version + _ANCHOR_PAUSE
 
     def commit(
         self,

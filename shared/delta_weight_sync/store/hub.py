@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,7 @@ from delta_weight_sync.store.notifications import Notifications, Quota, Why
 
 with BUCKETS.imports():  # private names, which another release may lack
     from huggingface_hub._buckets import _BucketAddFile
+    from huggingface_hub.utils import _http
     from huggingface_hub.utils._xet import (
         XET_CONNECTION_INFO_CACHE,
         XetFileData,
@@ -92,6 +93,7 @@ class _Account(NamedTuple):
 
 _account: ContextVar[_Account | None] = ContextVar("_account", default=None)
 _hooking = threading.Lock()
+_adding = threading.Lock()
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -106,10 +108,28 @@ def _xet_session(_process: int, *, ask_storage: bool) -> XetSession:
     return XetSession(config.with_config("deduplication.global_dedup_query_enabled", ask_storage))
 
 
-def _hook(client: Any) -> None:
-    """Add hooks to huggingface_hub's client, which all programs of this process share. The hooks act only on
-    requests of a `HubBucket`: while `_account` is set in the thread that makes them."""
+def for_each_client(change: Callable[[Any], None]) -> None:
+    """Call `change` with the client of huggingface_hub, which all code of this process shares, and with each
+    later one: huggingface_hub makes a new client after a failed connection. `change` may be called again with
+    the same client. A client factory that the program has set stays in use."""
     with _hooking:
+        make = _http._GLOBAL_CLIENT_FACTORY
+        changes = getattr(make, "changes", ())
+        if change not in changes:
+
+            def made() -> Any:
+                client = make()
+                change(client)
+                return client
+
+            made.changes = (*changes, change)  # type: ignore[attr-defined]
+            _http._GLOBAL_CLIENT_FACTORY = made
+    change(get_session())
+
+
+def _hook(client: Any) -> None:
+    """Add hooks to a client. They act only on requests of a `HubBucket`: while `_account` is set."""
+    with _adding:
         hooks = client.event_hooks
         if _limit_time not in hooks["request"]:
             before = hooks["request"]
@@ -287,7 +307,7 @@ class HubBucket(store.Bucket):
     @contextlib.contextmanager
     def _counted(self, kind: Kind) -> Iterator[None]:
         """Count the requests that this thread makes meanwhile to `kind`."""
-        _hook(get_session())
+        for_each_client(_hook)
         before = _account.get()
         _account.set(_Account(self.ledger, kind, _quotas[self._id]))
         try:

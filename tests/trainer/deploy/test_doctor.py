@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import close_session
 from huggingface_hub.utils import get_session
 from transformers import LlamaConfig
 
@@ -74,6 +75,8 @@ def test_each_fact_is_asked_for_once_though_many_checks_use_it(world: World, mon
 def test_a_bucket_that_doctor_opens_keeps_the_time_limit_of_other_requests(world: World):
     connect()
     assert not problems(world)
+    assert get_session().timeout.read == 60.0
+    close_session()  # as huggingface_hub does after a connection failed
     assert get_session().timeout.read == 60.0
 
 
