@@ -99,8 +99,6 @@ class Watcher:
         self.refresh()
         self._looks = 0
         self._notice_was_news = True  # whether the last look after a notification found another HEAD
-        self._early = False  # whether the look under way reads HEAD before its etag
-        self._unsure = False  # whether the HEAD that counts may be older than its etag
         self._etags: dict[str, str] = {}  # key -> etag of each HEAD, as the last look found them
         self._head: Head | None = None  # the HEAD that counts; None if it is damaged, or could not be read
         self._newest = seen  # the newest version found; older ones are refused
@@ -165,9 +163,8 @@ class Watcher:
         before = self._etags
         listed = self._look(why)
         self._trying = _SEARCH
-        if self._etags != before or self._unsure:
+        if self._etags != before:
             self._head = self._read_head(listed)
-            self._unsure = self._early
         if self._head is None and not self._backoff.seconds():
             self._head = self._search()
         elif self._head is None and self._etags:
@@ -184,8 +181,7 @@ class Watcher:
         all HEADs were listed, False if only the known HEAD was requested."""
         before = self._etags
         following = self._newest.version + 1 if self._newest else 0
-        self._early = why is Why.NOTIFIED and self._notice_was_news
-        if self._early:
+        if why is Why.NOTIFIED and self._notice_was_news:
             self._fetch_ahead(following, self._key)
         listed = self._read_etags(why)
         self._notifications.known = self._etags
@@ -196,7 +192,6 @@ class Watcher:
             self._notifications.rely(False)
         if not news:
             self._reader.fetch_ahead(())  # a HEAD that was read ahead in vain must not pass for a later one
-            self._early = False
         elif not listed:
             self._fetch_ahead(following, self._key)
         return listed
@@ -224,7 +219,7 @@ class Watcher:
         with contextlib.suppress(ProtocolError, ObjectMissingError):
             if writer:
                 head = self._reader.head_of(writer, self._floor())
-                if head == before and not self._unsure:  # perhaps fetched ahead and outdated: read again
+                if head == before:  # perhaps fetched ahead and outdated: read again
                     head = self._reader.head_of(writer, self._floor())
                 if listed:
                     self._skipped_heads = {}

@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import AnchorRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import SMALL, open_bucket
+from delta_weight_sync.store import open_bucket
 from delta_weight_sync.watch import Watcher
 from tests import forked
 from tests.chaos.faulty import Fault, Faulty
@@ -355,54 +354,3 @@ def test_whatever_the_order_of_their_requests(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(trainers) as pool:
             check(bucket, run, list(pool.map(train, range(trainers))), 3)
-
-
-class ReadBeforeItsEtag:
-    """A remote bucket. `after_head`, if set, is called once a HEAD was read, before anybody reads an etag."""
-
-    url = "s3://a/remote"
-
-    def __init__(self, bucket: Any) -> None:
-        self._bucket = bucket
-        self.after_head: Callable[[], object] | None = None
-        self.over = threading.Event()
-        self.over.set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._bucket, name)
-
-    def get(self, key: str, limit: int = SMALL) -> bytes:
-        data = self._bucket.get(key, limit)
-        if "/heads/" in key and (call := self.after_head):
-            self.after_head = None
-            call()
-            self.over.set()
-        return data
-
-    def stat(self, key: str) -> Any:
-        assert self.over.wait(PATIENCE_S)
-        return self._bucket.stat(key)
-
-
-def test_a_version_that_comes_between_head_and_its_etag_is_not_lost(tmp_path: Path) -> None:
-    drifting = Drifting(tmp_path / "bucket", run=RUN)
-    bucket: Any = ReadBeforeItsEtag(drifting.reader.bucket)
-    watcher = Watcher(RunReader(bucket, RUN), poll_s=0.01)
-    seen: list[int] = []
-
-    def look() -> None:
-        watcher.check(lambda manifest: seen.append(manifest.version))
-
-    drifting.step()
-    look()
-    drifting.step()
-    bucket.after_head = drifting.step
-    bucket.over.clear()
-    watcher.poke()
-    look()
-    deadline = time.monotonic() + PATIENCE_S
-    while seen[-1] < 3 and time.monotonic() < deadline:
-        look()
-    assert seen in ([1, 2, 3], [1, 3])
-    watcher.close()
-    drifting.close()

@@ -212,6 +212,7 @@ def write_half(samples: "multiprocessing.Queue[object]", written) -> None:
     time.sleep(PATIENCE_S)
 
 
+@pytest.mark.full
 def test_a_child_that_is_killed_while_it_writes_a_sample_does_not_hold_the_trainer_at_its_end():
     fork = multiprocessing.get_context("fork")
     worker = object.__new__(ReplicaRolloutWorker)
