@@ -155,10 +155,12 @@ class RunWriter(PartWriter):
     def anchor_is_due(self) -> bool:
         """Whether an anchor is needed: a join would fetch too much, or the newest version is damaged."""
         newest = self.newest
-        if newest is None or self._new_anchor or self.ordered or newest.version < self._next_anchor:
+        if newest is None or self._new_anchor or self.ordered:
             return False
         if self._damaged:
             return True
+        if newest.version < self._next_anchor:
+            return False
         deltas = *newest.deltas, *newest.jumps, *self._jumps
         recipe = records.cheapest_recipe(newest.anchor, deltas, newest.version, None)
         behind = recipe.deltas if recipe else ()
