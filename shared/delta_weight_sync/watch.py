@@ -26,7 +26,7 @@ from delta_weight_sync.records import (
     part_suffix,
 )
 from delta_weight_sync.store import SMALL
-from delta_weight_sync.store.notifications import Why
+from delta_weight_sync.store.notifications import SAFETY_S, Why
 
 FIRST_S = 1.0  # pause after the first failure; each further failure doubles the pause
 LONGEST_S = 600.0
@@ -99,6 +99,9 @@ class Watcher:
         self.refresh()
         self._looks = 0
         self._notice_was_news = True  # whether the last look after a notification found another HEAD
+        # When HEAD was read, if that was before its etag was. HEAD may have changed in between, so it is read
+        # once more if it stays the same for `SAFETY_S`.
+        self._read_early: float | None = None
         self._etags: dict[str, str] = {}  # key -> etag of each HEAD, as the last look found them
         self._head: Head | None = None  # the HEAD that counts; None if it is damaged, or could not be read
         self._newest = seen  # the newest version found; older ones are refused
@@ -161,10 +164,15 @@ class Watcher:
         self._trying = _STORE
         self._searched = False
         before = self._etags
+        early = why is Why.NOTIFIED and self._notice_was_news
         listed = self._look(why)
         self._trying = _SEARCH
         if self._etags != before:
             self._head = self._read_head(listed)
+            self._read_early = monotonic() if early else None
+        elif self._read_early is not None and monotonic() - self._read_early >= SAFETY_S:
+            self._head = self._read_head(listed)
+            self._read_early = None
         if self._head is None and not self._backoff.seconds():
             self._head = self._search()
         elif self._head is None and self._etags:

@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from delta_weight_sync import watch
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.errors import BucketError, FencedError
 from delta_weight_sync.publish.outbox import Outbox
@@ -22,7 +24,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import AnchorRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store import SMALL, open_bucket
 from delta_weight_sync.watch import Watcher
 from tests import forked
 from tests.chaos.faulty import Fault, Faulty
@@ -354,3 +356,65 @@ def test_whatever_the_order_of_their_requests(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(trainers) as pool:
             check(bucket, run, list(pool.map(train, range(trainers))), 3)
+
+
+class ReadBeforeItsEtag:
+    """A remote bucket. `after_head`, if set, is called once a HEAD was read, before anybody reads an etag."""
+
+    url = "s3://a/remote"
+
+    def __init__(self, bucket: Any) -> None:
+        self._bucket = bucket
+        self.after_head: Callable[[], object] | None = None
+        self.heads = 0  # how often a HEAD was read
+        self.over = threading.Event()
+        self.over.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    def get(self, key: str, limit: int = SMALL) -> bytes:
+        data = self._bucket.get(key, limit)
+        self.heads += "/heads/" in key
+        if "/heads/" in key and (call := self.after_head):
+            self.after_head = None
+            call()
+            self.over.set()
+        return data
+
+    def stat(self, key: str) -> Any:
+        assert self.over.wait(PATIENCE_S)
+        return self._bucket.stat(key)
+
+
+def test_a_version_that_comes_between_head_and_its_etag_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SAFETY_S", 0.05)
+    drifting = Drifting(tmp_path / "bucket", run=RUN)
+    bucket: Any = ReadBeforeItsEtag(drifting.reader.bucket)
+    watcher = Watcher(RunReader(bucket, RUN), poll_s=0.01)
+    seen: list[int] = []
+
+    def look() -> None:
+        watcher.check(lambda manifest: seen.append(manifest.version))
+
+    drifting.step()
+    look()
+    drifting.step()
+    bucket.after_head = drifting.step
+    bucket.over.clear()
+    watcher.poke()
+    look()
+    assert seen == [1, 2], "the etag is already that of version 3"
+    deadline = time.monotonic() + PATIENCE_S
+    while seen[-1] < 3 and time.monotonic() < deadline:
+        look()
+    assert seen == [1, 2, 3]
+    read = bucket.heads
+    for _ in range(20):
+        time.sleep(0.01)
+        look()
+    assert bucket.heads == read, "it is read once more, not at each look"
+    watcher.close()
+    drifting.close()
