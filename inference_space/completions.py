@@ -106,9 +106,7 @@ def _check_messages(messages: Any) -> None:
     """Raise `ValueError` unless these are messages in OpenAI's form, in numbers that vLLM checks quickly."""
     if messages is None:
         return
-    wrong = (
-        "messages must be a list of objects, each with a role and content (a text, or objects with a type)"
-    )
+    wrong = "messages must be a list of objects, each with a role and content: a text, or parts of type text"
     if not isinstance(messages, list):
         raise ValueError(wrong)
     parts: list[Any] = []
@@ -120,7 +118,8 @@ def _check_messages(messages: Any) -> None:
             parts += content
         elif not isinstance(content, str | None):
             raise ValueError(wrong)
-    if not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts):
+    # For a part with a URL, such as an image, vLLM would request the URL. No replica serves such models.
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
         raise ValueError(wrong)
     if max(len(messages), len(parts)) > MAX_ENTRIES or _values_in(messages) > MAX_VALUES:
         limit = f"{MAX_ENTRIES} messages, {MAX_ENTRIES} parts and {MAX_VALUES} values in all"

@@ -27,7 +27,7 @@ from bench.fleet.hub import UNLIMITED, FolderBucket, Hub, Limits, Link, OneMachi
 from delta_weight_sync import cost, reader, records, runlog, util, watch
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
-from delta_weight_sync.publish import outbox, shortcuts, spans, writer
+from delta_weight_sync.publish import outbox, reports, shortcuts, spans, writer
 from delta_weight_sync.publish.blocks import Block
 from delta_weight_sync.publish.sharding import Held
 from delta_weight_sync.records import Manifest
@@ -291,7 +291,7 @@ class Seat:
         yield
         self.exchange(None)
 
-    def swap(self, *_: object) -> list[Any]:
+    def all_to_all(self, *_: object) -> list[Any]:
         """As in `Peers`: each rank has found the changes of its own tensor."""
         return self.exchange([])[0]  # an empty list, once all ranks are here
 
@@ -505,6 +505,7 @@ class Fleet:
             outbox: both
             | {"codec": codec, "Mirror": mirror, "write_bits": codec.write_bits}
             | {"Peers": lambda **_: Seat(self._background, getcurrent().owner.number)},
+            reports: {"time": clock.time},
             follower: both | {"Layout": layout},
         }
 

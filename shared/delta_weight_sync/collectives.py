@@ -8,7 +8,7 @@ import torch
 from torch.distributed import all_to_all_single
 
 
-def swap(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
+def all_to_all(outgoing: Sequence[Any], sizes: Sequence[int], group: Any) -> Any:
     """Send `outgoing[i]` (a numpy array) to process i of a gloo group. Returns the received arrays, joined.
 
     `sizes[i]` is the length of the array that process i sends to this one. All arrays have the same dtype.

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+_MOUNTS: Final = Path("/proc/self/mounts")
 PREFIX: Final = "delta-weight-sync-folder-"
 
 
@@ -43,7 +44,7 @@ def is_memory(folder: Path) -> bool:
     kind = b""
     longest = -1
     with suppress(OSError):
-        for mount in Path("/proc/self/mounts").read_bytes().splitlines():
+        for mount in _MOUNTS.read_bytes().splitlines():
             _, point, found, *_ = mount.split(b" ")
             point = point.replace(rb"\040", b" ").rstrip(b"/")
             if len(point) > longest and (place == point or place.startswith(point + b"/")):

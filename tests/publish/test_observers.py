@@ -101,7 +101,7 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
         "the log of a published version failed",
     ),
     "an event of a version cannot be made": (
-        lambda patch: patch.setattr("delta_weight_sync.publish.outbox.sync_event", fails),
+        lambda patch: patch.setattr("delta_weight_sync.publish.reports.sync_event", fails),
         "the log of a published version failed",
     ),
 }

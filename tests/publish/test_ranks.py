@@ -156,7 +156,7 @@ def dies_after_storing(part: str) -> None:
 
 FAULTS = {
     "diff": partial(dies_after, mirror.Search, "found"),
-    "swap": partial(dies_after, outbox.Peers, "swap"),
+    "all_to_all": partial(dies_after, outbox.Peers, "all_to_all"),
     "digest": partial(dies_after, outbox.RepeatedSyncs, "holds_back"),
     "encode": partial(dies_after, codec, "encode"),
     "delta": partial(dies_after_storing, "/deltas/"),

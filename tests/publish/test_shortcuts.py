@@ -10,14 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_weight_sync import codec, records
+from delta_weight_sync import codec, records, scratch
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import shortcuts
 from delta_weight_sync.publish.writer import RunWriter, Stored
 from delta_weight_sync.records import DeltaRef
-from delta_weight_sync.scratch import is_memory
 from delta_weight_sync.store import open_bucket
 from tests.support.real_run import RUN, TENSORS, Drifting, SlowLink, is_built
 from tests.support.records import manifest_of
@@ -288,14 +287,19 @@ def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, r
     assert caplog.text == ""
 
 
-@pytest.mark.skipif(not is_memory(Path("/dev/shm")), reason="this machine has no tmpfs to write to")
-def test_temporary_files_in_memory_are_said(tmp_path, monkeypatch, caplog):
-    assert not is_memory(Path(__file__).parent), "the checkout is on a disk"
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        Drifting(tmp_path / "bucket").close()
-    assert f"temporary files go to {folder}, which takes memory (tmpfs)" in caplog.text
-    assert "set TMPDIR to a folder on a disk" in caplog.text
+@pytest.mark.parametrize(("kind", "said"), [("tmpfs", True), ("ext4", False)])
+def test_temporary_files_in_memory_are_said(tmp_path, monkeypatch, caplog, kind, said):
+    """As Linux lists mounts; a folder is in the mount with the longest path above it."""
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    escaped = str(folder).replace(" ", "\\040")
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"disk / {'ext4' if said else 'tmpfs'} rw 0 0\nmemory {escaped} {kind} rw 0 0\n")
+    monkeypatch.setattr(scratch, "_MOUNTS", mounts)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    Drifting(tmp_path / "bucket").close()
+    assert (f"temporary files go to {folder}, which takes memory (tmpfs)" in caplog.text) == said
+    assert ("set TMPDIR to a folder on a disk" in caplog.text) == said
 
 
 @pytest.fixture

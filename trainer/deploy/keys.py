@@ -1,6 +1,7 @@
 """The local files with a deployment's keys: the SPACE_KEY of the owner's Spaces, and the signing keys."""
 
 import secrets
+import shlex
 from pathlib import Path
 
 from delta_weight_sync import signing
@@ -62,5 +63,10 @@ def read_signing_keys(owner: str, name: str) -> tuple[str, str] | None:
 def _variables(file: Path) -> dict[str, str]:
     """Read the variables that a shell file sets, and make the file readable only for this user."""
     file.chmod(0o600)
-    pairs = [line.strip().partition("=") for line in file.read_text().splitlines()]
+    try:
+        words = shlex.split(file.read_text(), comments=True)  # takes quotes away, as a shell does
+    except ValueError as error:
+        fix = "correct it, or delete it to get new keys"
+        raise DeployError(f"{file} is not a shell file ({error}): {fix}") from None
+    pairs = [word.partition("=") for word in words]
     return {variable: value for variable, _, value in pairs}

@@ -41,19 +41,16 @@ from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.hub_copy import HubCopy, fingerprint
 from delta_weight_sync.publish.mirror import Mirror, Place
+from delta_weight_sync.publish.reports import Counts, Reports
 from delta_weight_sync.publish.sharding import Held, Owners, Peers, Shards, union
 from delta_weight_sync.publish.shortcuts import Published, Shortcuts, consumed
 from delta_weight_sync.publish.spans import undo
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
-from delta_weight_sync.runlog import Event, RunLogWriter, sync_event, traffic_event
-from delta_weight_sync.store.ledger import Kind as Traded
-from delta_weight_sync.store.ledger import Traffic, merged
-from delta_weight_sync.util import Guard
+from delta_weight_sync.runlog import RunLogWriter
 
 Untrained = Callable[[Specs, Iterable[str], Callable[[str], Bits]], Iterable[tuple[str, str, Bits]]]
-Counts = Mapping[Traded, Traffic]  # what a rank has sent and requested, by kind
 Kind = TypeVar("Kind")
 _FILE_BYTES = 5_000_000_000  # limit of bytes of an anchor's file; a larger tensor has a file of its own
 _CLOSING_S = 60.0  # seconds that a rank waits for its background thread, which may wait for other ranks
@@ -127,7 +124,6 @@ class Outbox:
         finite: bool = True,
     ) -> None:
         self._writer = writer
-        self._log = log
         self._encoding = encoding
         self._untrained = untrained
         self._hub_copy = hub_copy
@@ -148,10 +144,7 @@ class Outbox:
         self._index = ""  # content of the checkpoint's index, on rank 0 and if there are several files
         self._words = 0  # of all tensors
         self._full_bytes = 0
-        self._anchor = writer.newest.anchor.version if writer.newest else -1  # version of the newest anchor
-        self._since = time.time()
-        self._others: Sequence[Counts] = ()  # what other ranks had sent and requested at the newest version
-        self._guard = Guard("the log of a published version")
+        self._reports = Reports(writer, log)
         self._updates: list[PendingUpdate] = []  # oldest first; all merged into one, unless one is pinned
         self._held = False  # the newest sync is held back, because the bucket has it
         self._pinned: tuple[str, Manifest | None] = "", None  # digest of the pinned sync; manifest if stored
@@ -240,8 +233,7 @@ class Outbox:
         # The threads of several ranks end together. If a rank does not close, do not wait for it forever.
         self._thread.join(None if self._peers.size == 1 else _CLOSING_S)
         self.shortcuts.close()
-        with self._guard:
-            self._log_traffic()
+        self._reports.close()
 
     def pin(self) -> bool:
         """Merge no later sync into the last one, so that a version will have exactly the last sync's weights.
@@ -358,7 +350,7 @@ class Outbox:
         self._names = self._names or set(names)
         if missing := self._names.difference(names):
             raise errors.CodecError(f"parameter {min(missing)} was not published: publish every parameter")
-        remote = self._peers.swap(self._shards.keep(sent), self.owners, self.shapes)
+        remote = self._peers.all_to_all(self._shards.keep(sent), self.owners, self.shapes)
         for patch in filter(lambda patch: patch.index.size, (*found.patches, *remote)):
             by_name.setdefault(patch.name, []).append(patch)
         patches = [patch for name in names for patch in union(by_name.get(name, ()))]
@@ -423,7 +415,8 @@ class Outbox:
         files = self._copied()
         if files is None:
             files = self._writer.put_weights(version, consumed(self._write(version, self.shortcuts.folder)))
-        stored: list[tuple[list[FileRef], Counts]] = self._peers.exchange((files, self._counts()))
+        counts = self._reports.counts()
+        stored: list[tuple[list[FileRef], Counts]] = self._peers.exchange((files, counts))
         manifest = None
         if isinstance(self._writer, RunWriter):
             anchor = AnchorRef(version=version, files=tuple(file for part, _ in stored for file in part))
@@ -491,7 +484,8 @@ class Outbox:
         some = changed or self._peers.main  # only rank 0 stores an empty part
         part = self._until_stored(version, put, put) if some else None
         lacks = bool(some) and part is None  # this outbox was closed before its part was stored
-        stored = self._thread_peers.exchange((part, lacks, self._writer.receipts, self._counts()))
+        counts = self._reports.counts()
+        stored = self._thread_peers.exchange((part, lacks, self._writer.receipts, counts))
         news: tuple[Manifest, bool] | None = None
         if isinstance(writer, RunWriter) and not any(lacking for _, lacking, *_ in stored):
             delta = [part for part, *_ in stored if part]
@@ -570,41 +564,13 @@ class Outbox:
     def _report(
         self, manifest: Manifest, job: PendingUpdate, encode_s: float, others: Sequence[Counts]
     ) -> None:
-        """Log a version that is in the bucket. `others`: what the other ranks have sent and requested."""
-        with self._guard:
-            new_anchor = manifest.anchor.version != self._anchor
-            self._log_event(
-                sync_event(
-                    manifest,
-                    new_anchor=new_anchor,
-                    diff_s=job.diff_s,
-                    encode_s=encode_s,
-                    publish_s=time.time() - job.created_at,
-                )
-            )
-            self._others = others
-            self._log_traffic()
-        self._anchor = manifest.anchor.version
+        """Log a version that is in the bucket, and note it if it is pinned."""
+        times = {"handed_over": job.created_at, "diff_s": job.diff_s, "encode_s": encode_s}
+        self._reports.version(manifest, others, **times)
         with self._changed:
             self._reported = True
             if manifest.digest == self._pinned[0]:
                 self._pinned = manifest.digest, self._pinned[1] or manifest
-
-    def _counts(self) -> Counts:
-        """What this rank has sent and requested so far."""
-        with self._guard:
-            return self._writer.bucket.ledger.counts()
-        return {}
-
-    def _log_traffic(self) -> None:
-        """Log what all ranks have sent and requested."""
-        counts = merged(self._counts(), *self._others)
-        source = str(self._writer.writer)
-        self._log_event(traffic_event(counts, source, self._since, trainer=True, version=self.version))
-
-    def _log_event(self, event: Event) -> None:
-        if self._log:  # only rank 0 has a log
-            self._log.append(event)
 
     def _raise_failure(self) -> None:
         if self._failure:

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from delta_weight_sync.checkpoint import DTYPES, Shapes, dtype_of, to_bits
 from delta_weight_sync.codec import Bits, Decoded, Patch
-from delta_weight_sync.collectives import swap
+from delta_weight_sync.collectives import all_to_all
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CheckpointError, CodecError, PeerError
 from delta_weight_sync.publish.blocks import Block, Part
@@ -339,7 +339,7 @@ class Peers:
             raise
         self.exchange(None)
 
-    def swap(self, patches: Iterable[Patch], owners: Mapping[str, int], shapes: Shapes) -> list[Patch]:
+    def all_to_all(self, patches: Iterable[Patch], owners: Mapping[str, int], shapes: Shapes) -> list[Patch]:
         """Send each patch to the owner of its tensor. Return the patches that came, sender by sender."""
         if self._group is None:
             return []
@@ -352,7 +352,7 @@ class Peers:
         packed = [np.frombuffer(pickle.dumps(one, pickle.HIGHEST_PROTOCOL), np.uint8) for one in sent]
         sizes = [size[self.rank] for size in self.exchange([data.size for data in packed])]
         with self._contact():
-            coming = swap(packed, sizes, self._group)
+            coming = all_to_all(packed, sizes, self._group)
         came = (pickle.loads(part.data) for part in np.split(coming, np.cumsum(sizes[:-1])))
         parts = (replace(one, index=one.index.astype(np.int64)) for one in came)
         return [patch for part in parts for patch in part.patches(shapes)]

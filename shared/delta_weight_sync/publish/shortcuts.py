@@ -28,7 +28,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import Shapes, map_folder
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.errors import BucketError, ProtocolError
+from delta_weight_sync.errors import BucketError, CodecError, ProtocolError
 from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.publish.spans import Span, digest_change, merged, undo, write, write_patches
 from delta_weight_sync.publish.writer import PartWriter, RunWriter, Stored
@@ -116,7 +116,7 @@ class Shortcuts:
         self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps to upload, as `_jump` returns them
         self._busy = False
         self._closed = False
-        self._warned = ""
+        self._warned = deque[str](maxlen=8)  # the last errors that were logged or came again
         self._stayed = 0  # bytes that the last pruning left
         self._came = 0  # bytes that were added between the last two prunings
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
@@ -151,10 +151,10 @@ class Shortcuts:
             waiting = sum(each.nbytes for each in self._spans)
         if waiting > budget:
             file = self._file(span.base, span.version)
-            source: Path | OSError = file
+            source: Path | Exception = file
             try:
                 write(file, delta, lambda: merged([span], self._shapes))
-            except OSError as error:
+            except (OSError, CodecError) as error:
                 source = error
             with self._changed:
                 self._spans[-1] = Span(span.base, span.version, span.digest, source, self._shapes)
@@ -209,9 +209,9 @@ class Shortcuts:
         self._trim()
 
     def _complain(self, error: Exception) -> None:
-        if str(error) != self._warned and not self._closed:
+        if str(error) not in self._warned and not self._closed:
             _log.warning("no jumps and anchors for now: %s", error)
-        self._warned = str(error)
+        self._warned.append(str(error))
 
     def _follow(self, version: Published) -> None:
         """Make the shortcuts that are due."""
@@ -353,7 +353,8 @@ class Shortcuts:
         oldest = newest.version - 2 * max(STRIDES)
         self._unnamed = {key: v for key, v in self._unnamed.items() if key not in named and v > oldest}
         try:
-            survey = self._pruner.survey(self._unnamed, room)
+            others = self._writer.unnamed if isinstance(self._writer, RunWriter) else frozenset[str]()
+            survey = self._pruner.survey(others | self._unnamed.keys(), room)
         except ProtocolError as error:  # a damaged manifest does not say which files it needs
             _log.warning("deleted nothing of the run, because a manifest is damaged: %s", error)
             return

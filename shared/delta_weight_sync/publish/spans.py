@@ -20,7 +20,12 @@ class Span:
     """What changed in this rank's tensors from version `base` to `version`, and their digest at `version`."""
 
     def __init__(
-        self, base: int, version: int, digest: str, changes: Iterable[Patch] | Path | OSError, shapes: Shapes
+        self,
+        base: int,
+        version: int,
+        digest: str,
+        changes: Iterable[Patch] | Path | Exception,
+        shapes: Shapes,
     ) -> None:
         """`changes`: the patches, or a file from `write`, or why that file could not be written. `shapes`
         must have the changed tensors."""
@@ -30,7 +35,7 @@ class Span:
         self._source = changes
         self._shapes = shapes
         self._patches: dict[str, Patch] = {}  # all patches; of a file, those of one group
-        if not isinstance(changes, Path | OSError):
+        if not isinstance(changes, Path | Exception):
             self._patches = {patch.name: patch for patch in changes}
         self.nbytes = sum(p.index.nbytes + p.ulps.nbytes for p in self._patches.values())  # in memory
         self._delta: codec.Delta | None = None
@@ -38,7 +43,7 @@ class Span:
 
     def patch(self, name: str) -> Patch | None:
         """The changes of a tensor; None if there are none. Only one thread may read a span in a file."""
-        if isinstance(self._source, OSError):
+        if isinstance(self._source, Exception):
             raise self._source
         if isinstance(self._source, Path) and not self._delta:
             self._delta = codec.Delta(self._source)

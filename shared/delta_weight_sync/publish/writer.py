@@ -113,6 +113,7 @@ class RunWriter(PartWriter):
         self._next_anchor = 0  # after an anchor that failed: the version from which to order another
         self._parts: dict[tuple[int | None, int], dict[int, Stored]] = {}  # (base, version) -> rank -> part
         self._jumps: list[DeltaRef] = []  # stored by all ranks, but named by no manifest yet
+        self.unnamed = frozenset[str]()  # keys of the parts of jumps and anchors that ranks had stored lately
         self._new_anchor: AnchorRef | None = None  # stored by all ranks, but named by no manifest yet
         self._considered = 0  # length of `_jumps` when `_decided` was made
         self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was last found intact
@@ -251,6 +252,10 @@ class RunWriter(PartWriter):
                     self._jumps += joined([file for file in files if isinstance(file, DeltaRef)])
             elif base is None:
                 self._next_anchor = version + _ANCHOR_PAUSE
+        waiting = [part for ranks in self._parts.values() for part in ranks.values()]
+        files = [file for part in waiting for file in part.files or ()]
+        files += [*self._jumps, *(self._new_anchor.files if self._new_anchor else ())]
+        self.unnamed = frozenset(file.key for file in files)
 
     def commit(
         self,

@@ -512,7 +512,10 @@ class HubNotifications(Notifications):
             stream = answer.extensions.get("network_stream")
             self._connection = stream.get_extra_info("socket") if stream else None
             for name, data in _events(answer.iter_bytes()):
-                if self._done.is_set() or not self._take(name, json.loads(data)):
+                payload: object = None
+                with contextlib.suppress(ValueError):  # an event that this reader does not know
+                    payload = json.loads(data)
+                if self._done.is_set() or not self._take(name, payload if isinstance(payload, dict) else {}):
                     break
         return 0.0
 

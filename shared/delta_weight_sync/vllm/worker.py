@@ -50,7 +50,7 @@ from huggingface_hub import snapshot_download
 
 from delta_weight_sync import checkpoint, codec, errors, gpu
 from delta_weight_sync.codec import Bits, Patch, cut
-from delta_weight_sync.collectives import swap
+from delta_weight_sync.collectives import all_to_all
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm import cpu, memory, routes
@@ -90,13 +90,15 @@ class Ranks:
             dist.all_gather_object(everyone, mine, group=group)
         return everyone
 
-    def swap(self, found: Sequence[Changes]) -> Changes:
+    def all_to_all(self, found: Sequence[Changes]) -> Changes:
         """Send `found[i]` to the i-th worker in `near`. Returns all changes that this worker was sent."""
         sizes = self.gather([(c.rows.size, c.element.size) for c in found], near=True)
         coming = [sent[self.place] for sent in sizes]
         # The first two arrays of `Changes` have an item per table row, and the other two an item per change.
         columns = zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)
-        return Changes(*(swap(each, [size[which] for size in coming], self._near) for each, which in columns))
+        return Changes(
+            *(all_to_all(each, [size[which] for size in coming], self._near) for each, which in columns)
+        )
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """Join all workers' parts (int16) on the host. Each element is zero on all workers but one."""
@@ -225,8 +227,8 @@ class LiveWeights:
         kept = self._fallback.bits
         with ranks.fail_together():
             deltas = [codec.Delta(path) for path in paths]
-            # The workers of a host can divide the decoding, and then swap the changes that they found.
-            # Different hosts do not swap, because found changes take five times the bytes of the file.
+            # The workers of a host can divide the decoding, and then exchange the changes that they found.
+            # Different hosts do not exchange them, because found changes take five times the file's bytes.
             # Every worker decodes everything in three cases: there are too few changes; or decoding needs old
             # bits (all workers must call `self.bits` for the same tensors); or the files are of several
             # versions (`codec.merged` cannot divide these).
@@ -238,7 +240,7 @@ class LiveWeights:
             found = memory.find(decoded, tables)
             reloaded = [p for part in decoded if kept for p in part.patches(self.shapes) if p.name in kept]
         if len(tables) > 1:
-            found = [ranks.swap(found)]
+            found = [ranks.all_to_all(found)]
             reloaded = [*chain(*ranks.gather(reloaded, near=True))] if kept else []
         return self._staged(found, reloaded, live)
 

@@ -20,6 +20,17 @@ from trainer.deploy import doctor as checks
 from trainer.deploy.hub import connect
 
 
+def has_disk(monkeypatch, free: int) -> None:
+    usage = shutil.disk_usage("/")._replace(free=free)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: usage)
+
+
+@pytest.fixture(autouse=True)
+def large_disk(monkeypatch):
+    """Free bytes of this machine decide nothing."""
+    has_disk(monkeypatch, 10**13)
+
+
 def doctor(world: World, *options: str) -> dict[str, tuple[bool, str]]:
     """What each check said: whether all is well, and its text."""
     model = () if "--model" in options else ("--model", str(POLICY))
@@ -145,11 +156,6 @@ def test_a_trl_that_cannot_be_used(world: World, monkeypatch):
     assert "trl is not installed: pip install" in problems(world)["versions"]
 
 
-def has_disk(monkeypatch, free: int) -> None:
-    usage = shutil.disk_usage("/")._replace(free=free)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: usage)
-
-
 def test_a_full_disk(world: World, monkeypatch):
     has_disk(monkeypatch, 1000)
     found = problems(world)
@@ -167,7 +173,6 @@ def test_a_trainer_needs_room_for_its_states(world: World, tmp_path, monkeypatch
 
 
 def test_a_model_that_is_too_large_for_the_replicas(world: World, tmp_path, monkeypatch):
-    has_disk(monkeypatch, 10**13)
     model = checkpoint(tmp_path / "large", 14 * 10**9)
     found = problems(world, "--model", model)
     assert found.keys() == {"GPU of the replicas"}
