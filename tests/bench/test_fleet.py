@@ -115,6 +115,7 @@ def test_simulated_clients_make_the_requests_of_the_real_ones(tmp_path, monkeypa
     assert found == real
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("followers", "way"), [(1, "events"), (1, "polling"), (16, "events")])
 def test_lags_and_requests_are_those_measured(followers, way):
     measured = HUB["latencies"]["0.1"]
@@ -142,6 +143,7 @@ def test_the_lag_of_a_demo_is_the_measured_one():
     assert demo.simulate(measured).lag == pytest.approx(measured["lag_s"]["median"], rel=0.2)
 
 
+@pytest.mark.full
 def test_a_seed_gives_the_same_run_again():
     lossy = replace(SMALL, lost=0.2, event_s=0.5, deaths_hour=60)
     first, again = (Fleet(lossy).run() for _ in range(2))
@@ -156,6 +158,7 @@ def test_a_publisher_that_is_slower_than_the_steps_merges_them():
     assert one.breaks(Limits())[0][1].startswith("the publisher is slower than the steps")
 
 
+@pytest.mark.full
 def test_replicas_return_after_an_outage_and_after_a_death():
     plain, down = (Fleet(replace(SMALL, minutes=10, outage=out)).run() for out in (None, (3, 120)))
     assert max(plain.lags) < 3
@@ -166,6 +169,7 @@ def test_replicas_return_after_an_outage_and_after_a_death():
     assert max(died.joins) < 20
 
 
+@pytest.mark.full
 def test_replicas_without_events_stay_below_an_enforced_limit():
     asked = replace(SMALL, replicas=20, minutes=15, step_s=30, events=False)
     free = Figures(Fleet(asked).run())
@@ -194,6 +198,7 @@ def test_each_rank_publishes_a_part_and_plan_predicts_lag_and_requests():
     assert alone.fleet.versions[-1].delta[0].size > DIRECT
 
 
+@pytest.mark.full
 def test_a_trillion_weights_are_served_within_ten_seconds_and_catch_up_within_five_minutes():
     """As planned and as simulated: 64 ranks, 32 replicas of 16 workers, links of 16 GB/s."""
     asked = replace(STANDARD["10^12, links of 16 GB/s", "Team"], minutes=10)

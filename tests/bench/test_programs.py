@@ -67,6 +67,7 @@ def said(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_the_checks_of_a_sync_need_only_the_packages_that_the_command_names():
     done = said("-c", ONLY)
     assert done.returncode == 0, done.stderr

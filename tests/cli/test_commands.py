@@ -176,6 +176,7 @@ def test_a_reader_that_has_seen_enough_is_no_fault(finished):
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "heavy"), [("log", {"torch", "numba", "huggingface_hub"}), ("verify", {"torch"})]
 )

@@ -150,6 +150,7 @@ def test_a_reader_keeps_what_it_has_opened(run, folder, turns):
         assert to_hex(state_digest(state)) == seen["before"] != run.newest.digest
 
 
+@pytest.mark.full
 def test_killed_at_any_moment_it_leaves_a_whole_version_and_goes_on(run, folder, tmp_path):
     follow(run, folder, "--once")
     old = run.newest

@@ -99,6 +99,7 @@ def test_every_command_of_the_pages_says_how_it_is_checked():
     assert len([block for path, name in pages() for block in blocks(path, name)]) > 40
 
 
+@pytest.mark.full
 def test_messages_of_the_troubleshooting_page_are_what_programs_say():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     sentences = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)

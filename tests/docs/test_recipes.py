@@ -51,6 +51,7 @@ def test_transformers(url):
     assert all((to_bits(live[name]) == bits).all() for name, bits in published.items())
 
 
+@pytest.mark.full
 def test_sglang(url):
     asked: list[Request] = []
     with answering(lambda request: asked.append(request) or (200, {}, b"{}")) as engine:
@@ -60,6 +61,7 @@ def test_sglang(url):
     assert is_newest(Path(json.loads(request.body)["model_path"]), url)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("engine", "program"), [("text-generation-inference", "docker"), ("llama.cpp", "systemctl")]
 )

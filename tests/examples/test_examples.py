@@ -42,6 +42,7 @@ def rebuilt(reader: RunReader, folder: Path) -> list[tuple[int, int]]:
     return [(manifest.version, manifest.sync) for manifest in manifests]
 
 
+@pytest.mark.full
 def test_an_own_loop_publishes_a_version_per_step_and_goes_on_when_it_is_started_again(place, tmp_path):
     """In three lives it ends with the weights that it ends with in one."""
     main = runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"]

@@ -223,6 +223,7 @@ def cost(place: str, sizes: list[int]) -> tuple[Counter[str], int]:
     return operations.by_name, operations.waits
 
 
+@pytest.mark.full
 @PLACES
 def test_many_tensors_cost_as_few_launches_as_a_few(place):
     """Nor does the host wait more often; what is left per tensor is Python's."""

@@ -158,6 +158,7 @@ def cost(folder: Path, sizes: list[int], parameters: int) -> dict[str, tuple[Cou
     return counted
 
 
+@pytest.mark.full
 def test_a_sync_takes_as_many_launches_and_waits_whatever_the_number_of_tensors(tmp_path):
     few = cost(tmp_path, [2000] * 10, 5)
     many = cost(tmp_path, [1] * 20_000, 5)

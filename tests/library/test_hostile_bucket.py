@@ -162,6 +162,7 @@ class Counting:
         return data
 
 
+@pytest.mark.full
 @pytest.mark.finding("M5")
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("size", [200, 500_000, 1 << 20, 8 << 20])

@@ -336,6 +336,7 @@ def check(bucket: Any, run: str, published: list[list[Manifest]], versions: int)
     assert max(map(len, published)) == versions, "the last one owns the run until it is done"
 
 
+@pytest.mark.full
 def test_whatever_the_order_of_their_requests(tmp_path: Path) -> None:
     """New runs, and runs that have versions; two and three trainers."""
     weights = tmp_path / "model.safetensors"

@@ -332,6 +332,7 @@ def test_a_step_with_too_long_conversations_keeps_its_reward(bucket: Bucket) -> 
     assert (event.reward, event.metrics, event.rollouts) == (0.5, {"loss": 0.142857}, ())
 
 
+@pytest.mark.full
 def test_what_waits_for_a_store_that_refuses_the_log_is_bounded_and_the_newest(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -176,6 +176,7 @@ assert tensor_digest("w", np.arange(9, dtype=np.uint16))
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", COMPILED)
 def test_compiled_code_needs_no_folder_that_can_be_written(part, read_only):
     environment = os.environ | {"PYTHONPATH": str(read_only), "HOME": "/proc/none"}

@@ -183,6 +183,7 @@ def test_the_log_goes_on_when_its_store_does(
     assert [event.version for event in events if isinstance(event, SyncEvent)] == list(range(20))
 
 
+@pytest.mark.full
 def test_trainers_that_take_the_run_from_each_other_leave_a_whole_log(base: Path, tmp_path: Path) -> None:
     """Each one's versions are in the log in their order, although none of them was closed in time."""
     url = (tmp_path / "bucket").as_uri()

@@ -127,6 +127,7 @@ def test_a_port_in_use_is_one_line_with_the_fix():
             free_port(port)
 
 
+@pytest.mark.full
 def test_a_child_that_ignores_the_request_to_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.demo.processes._TIMEOUT_S", 1.0)
     (tmp_path / "stubborn.py").write_text(

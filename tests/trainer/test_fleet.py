@@ -98,6 +98,7 @@ def listed(file: Path, replicas: list[Any]) -> None:
     new.replace(file)
 
 
+@pytest.mark.full
 def test_no_game_is_lost_or_doubled_while_two_replicas_die_and_two_come(players, tmp_path, capfd):
     """Each replica has its share of the games; a game stays at one replica as long as that replica lives."""
     file = tmp_path / "replicas"

@@ -61,6 +61,7 @@ def test_no_game_that_is_shown_has_a_held_out_secret():
     assert secrets <= set(secrets_of(WORDS))
 
 
+@pytest.mark.full
 def test_imitation_changes_matrices_by_a_low_rank_and_nothing_else(base, tmp_path):
     imitation.teach(base, PLAYED, tmp_path / "adapter", steps=2)
     before, after = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) for _ in range(2))
@@ -116,6 +117,7 @@ def games(env_url: str) -> dict[str, float]:
     return {name.split('"')[1]: float(count) for name, count in counts}
 
 
+@pytest.mark.full
 def test_two_versions_play_the_same_held_out_games(monkeypatch, run, capsys):
     monkeypatch.setattr(held_out, "GAMES", 40)
     with serving(create_app(Settings())) as url:

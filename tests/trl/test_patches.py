@@ -38,6 +38,7 @@ def test_a_trainer_whose_vllm_does_not_answer_ends_with_one_sentence(monkeypatch
         patches.start(SimpleNamespace(_loop_kwargs={"vllm_server_url": "localhost:8000"}))
 
 
+@pytest.mark.full
 def test_a_process_that_died_while_it_waited_does_not_keep_the_trainer():
     """Python's `Event.set` waits forever for a process that was killed in `Event.wait`."""
     context = multiprocessing.get_context("fork")

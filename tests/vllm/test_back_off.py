@@ -206,6 +206,7 @@ def test_a_head_that_flips_each_second_starts_no_vllm_and_brings_nothing_old(
     assert follower.serving == run.newest
 
 
+@pytest.mark.full
 def test_ever_newer_versions_with_other_configurations_start_vllm_ever_more_seldom(run, time, follower, vllm):
     """Whoever may write to an unsigned bucket claims the run each second, with another configuration."""
     time.pass_for(2, follower)

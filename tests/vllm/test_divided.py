@@ -72,6 +72,7 @@ def stage_together(rank: int, folder: Path, hosts: str, shares: list[int]) -> No
     assert [*map(len, together.gather(decoded))] == shares
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("encoding", "hosts", "shares"),
     [("fast", "aa", [2, 2]), ("small", "aa", [4, 4]), ("fast", "aab", [2, 2, 4])],

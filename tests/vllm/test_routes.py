@@ -403,6 +403,7 @@ def cuts(draw, box):
     return [part for half in halves for part in draw(cuts(half))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("memory", MEMORIES)
 @given(data=st.data())
 def test_however_ranks_share_a_tensor_its_digest_is_the_tensors(memory, data):

@@ -230,6 +230,7 @@ def view(cache: RunCache) -> RunView:
     return until(cache, lambda view: version(view) == VERSIONS)
 
 
+@pytest.mark.full
 def test_the_first_reading_takes_each_segment_once(bucket: CountedBucket, view: RunView) -> None:
     segments = -(-VERSIONS // SEGMENT)
     assert bucket.asked["get"] <= segments + 6, "every segment, run.json, HEAD, and the newest manifest"

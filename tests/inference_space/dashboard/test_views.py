@@ -123,6 +123,7 @@ def test_a_bomb_is_listed_and_not_unpacked(tmp_path: Path) -> None:
     assert "too large to be decoded" in inside(delta)
 
 
+@pytest.mark.full
 @pytest.mark.finding(3)
 def test_a_table_alone_is_bounded(tmp_path: Path) -> None:
     names = (f"model.layers.{layer}.kind{kind}" for layer in range(300) for kind in range(200))
