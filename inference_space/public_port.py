@@ -109,7 +109,8 @@ def create_app(settings: Settings) -> FastAPI:
         """Look at the bucket now."""
         follower.poke()
 
-    mount(app, bucket, settings.run, controls=follower.commands, key=settings.key, own_report=follower.report)
+    controls = follower.commands
+    mount(app, bucket, settings.run, controls=controls, key=settings.key, reports=[follower.report])
     capacity = settings.max_requests or 4 * settings.max_num_seqs
     app.add_middleware(
         Inference,

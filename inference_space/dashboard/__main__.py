@@ -8,9 +8,11 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.records import Keys
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.export import export
 from inference_space.dashboard.page import mount
+from inference_space.dashboard.remote import RemoteReplica
 from space_guard.serving import serve
 
 
@@ -20,6 +22,8 @@ def main() -> None:
     add = parser.add_argument
     add("--bucket", required=True, metavar="URL", help="hf://, s3:// or file://")
     add("--run", help="the run to show (default: the one created last)")
+    add("--compare", default="", metavar="RUN", help="draw the curves of this run beside those of --run")
+    add("--replicas", nargs="*", default=(), metavar="URL", help="replicas to ask for their versions")
     add("--export", type=Path, metavar="FOLDER", help="write the run as a static page, and exit")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=0, help="default: any free port")
@@ -29,10 +33,13 @@ def main() -> None:
         if args.export:
             print(export(bucket, args.run, args.export))
             return
+        if args.compare and bucket.stat(Keys(args.compare).info) is None:
+            sys.exit(f"dashboard: --compare: {args.bucket} holds no run {args.compare!r}")
         listening = socket.create_server((args.host, args.port))
     except (DeltaWeightSyncError, OSError) as error:
         sys.exit(f"dashboard: {error}")
-    app = mount(FastAPI(), bucket, args.run)
+    reports = [RemoteReplica(url) for url in args.replicas]
+    app = mount(FastAPI(), bucket, args.run, reports=reports, compare=args.compare)
     with listening:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
         # An open page holds a connection that never ends by itself, so a stop waits only 1 s for connections.

@@ -141,9 +141,14 @@ _STEPS = partial(linear, words="{:.0f}".format, whole=True)
 _VERSIONS = partial(linear, words=lambda version: f"v{count_text(version)}", whole=True)
 
 
-def charts(run: Progress) -> dict[str, Chart]:
+def charts(run: Progress, other: Progress | None = None) -> dict[str, Chart]:
+    """Return the chart of each panel, by name. `other` is a run to compare: it has a curve in some charts."""
+
     def until_now(points: Series) -> Series:
         return (*points, (run.last_t, points[-1][1])) if points else ()
+
+    def beside(name: str) -> list[Mark]:
+        return _compared(other.curves[name]) if other else []
 
     curves = run.curves
     replicas = [(colour(at), replica) for at, replica in enumerate(run.replicas)]
@@ -161,20 +166,33 @@ def charts(run: Progress) -> dict[str, Chart]:
     size = partial(logarithmic, words=size_text)
     time = partial(logarithmic, words=time_text)
     return {
-        "reward": fitted(rewards, _STEPS, number),
+        "reward": fitted([*beside("reward"), *rewards], _STEPS, number),
         "versions": fitted(
             [Mark("step", "trainer", until_now(run.trainer)), *stairs],
             lambda _: ago(run.trainer[0][0], run.last_t),
             partial(linear, words="v{:.0f}".format, whole=True),
         ),
-        "payload": fitted(sizes, _VERSIONS, size),
+        "payload": fitted([*beside("deltas"), *sizes], _VERSIONS, size),
         "solved": fitted(games, _STEPS, share),
         "lags": fitted([Mark("dots", css, replica.lags) for css, replica in replicas], _VERSIONS, time),
         "saved": fitted(saved, _VERSIONS, partial(linear, words=size_text, zero=True)),
-        "staleness": fitted(_filled("share", curves["staleness"]), _STEPS, partial(number, zero=True)),
+        "staleness": fitted(
+            [*_filled("share", curves["staleness"]), *beside("staleness")], _STEPS, partial(number, zero=True)
+        ),
         "pauses": fitted(pauses, _VERSIONS, partial(logarithmic, words=lambda ms: time_text(ms / 1000))),
-        "changed": fitted(_filled("share", curves["changed"]), _VERSIONS, share),
+        "changed": fitted([*_filled("share", curves["changed"]), *beside("changed")], _VERSIONS, share),
     }
+
+
+def metric_charts(run: Progress, other: Progress | None = None) -> dict[str, Chart]:
+    """Return the chart of each metric that has a panel, by the panel's title. `other` is as for `charts`."""
+    number = partial(linear, words="{:.3g}".format)
+    drawn: dict[str, Chart] = {}
+    for title, points in run.metrics.items():
+        marks = _compared(other.metrics.get(title, ())) if other else []
+        marks += [Mark("dots", "faint", points), Mark("line", "good", smooth(points))]
+        drawn[title] = fitted(marks, _STEPS, number)
+    return drawn
 
 
 def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
@@ -200,6 +218,11 @@ def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:
         spans.append(("idle", sync.publish_s, fetch_start))
     spans += [("fetch", fetch_start, fetch_end), ("stage", fetch_end, stage_end), ("pause", stage_end, end)]
     return spans
+
+
+def _compared(points: Series) -> list[Mark]:
+    """The curve of another run, as its trend."""
+    return [Mark("line", "other", smooth(points))] if points else []
 
 
 def _filled(css: str, points: Series) -> list[Mark]:

@@ -7,7 +7,8 @@ visitors make the dashboard read, because replicas and the trainer need the owne
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -70,23 +71,55 @@ class RunView:
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
     start: Start | None = None  # what happens before the first step
+    other: tuple[str, Progress] | None = None  # name and progress of the run to compare, if it has a version
     waited: str = ""  # time since the newest of the times in `start`, or since the dashboard started
+
+
+class _Asked:
+    """A replica that the dashboard asks itself."""
+
+    def __init__(self, ask: Report) -> None:
+        self._ask = ask
+        # Its newest commits: version and time in milliseconds. They come from its report and, later, from the
+        # log, if the trainer asks this replica, too.
+        self.commits: deque[tuple[int, int]] = deque(maxlen=_OWN_COMMITS)
+
+    def report(self) -> ReplicaReport:
+        """Its report, with the commits that came after the last report."""
+        return self._ask(max((version for version, _ in self.commits), default=-1))
+
+    def is_new(self, commit: LogEvent) -> bool:
+        """Whether a commit of this replica was not added yet. Notes it."""
+        assert isinstance(commit, CommitEvent)
+        known = commit.version, math.floor(1000 * commit.t)
+        if known in self.commits:
+            return False
+        self.commits.append(known)
+        return True
 
 
 class RunCache:
     """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
     If `run` is None, the cache takes the newest run that it finds, and keeps that run until run.json is gone.
-    What the replica that hosts the dashboard is doing comes from `own_report`, without the way through the
-    trainer, the log and the bucket, which takes up to ten seconds on the Hub.
+    What some replicas are doing comes from `reports`, without the way through the trainer, the log and the
+    bucket, which takes up to ten seconds on the Hub. Not every trainer logs its replicas. `compare` names
+    another run, whose progress each view has as well.
     """
 
     def __init__(
-        self, bucket: Bucket, run: str | None, *, own_report: Report | None = None, pause: Pause = Event.wait
+        self,
+        bucket: Bucket,
+        run: str | None,
+        *,
+        reports: Sequence[Report] = (),
+        compare: str = "",
+        pause: Pause = Event.wait,
     ) -> None:
         self._bucket = bucket
         self._run = run
-        self._own_report = own_report
+        self._reports = [_Asked(report) for report in reports]
+        self._compared = RunCache(bucket, compare, pause=pause) if compare else None
         self._pause = pause
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
@@ -96,9 +129,6 @@ class RunCache:
         self._opened = time.time()
         self._shown: object = None  # what the shown progress was computed from
         self._lookups: tuple[object, int] = (None, 0)  # which digests were looked up last, and how often
-        # The newest commits of the replica that hosts the dashboard: version and time in milliseconds. They
-        # come from its report and, later, from the log.
-        self._own_commits: deque[tuple[int, int]] = deque(maxlen=_OWN_COMMITS)
         self._asked = Event()
         self._guard = Guard("a refresh of the dashboard")
         Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
@@ -118,17 +148,17 @@ class RunCache:
                 self._pause(self._asked, IDLE_S)
 
     def _refresh(self) -> None:
-        own = None
+        own: Sequence[ReplicaEvent] = ()
         problem = None
         try:
-            after = max((version for version, _ in self._own_commits), default=-1)
-            report = self._own_report(after) if self._own_report else None
-            if report:
-                # Remove the status's time, because it would make every refresh look like a change.
-                own = report.status.model_copy(update={"t": 0.0})
+            with ThreadPoolExecutor(max(1, len(self._reports)), "replica-status") as pool:
+                reports = [*pool.map(_Asked.report, self._reports)]
+            # Remove the status's time, because it would make every refresh look like a change.
+            own = [report.status.model_copy(update={"t": 0.0}) for report in reports]
             self._read(own)
-            if report and self._log:
-                self.state.add(commit for commit in report.commits if self._is_new(commit))
+            if self._log:
+                for asked, report in zip(self._reports, reports, strict=True):
+                    self.state.add(commit for commit in report.commits if asked.is_new(commit))
         except errors.DeltaWeightSyncError as error:
             problem = str(error)
         except Exception as error:  # noqa: BLE001 - viewers must see the reason
@@ -143,8 +173,10 @@ class RunCache:
         start = None if ended else self.state.start(own)
         reached = (start.published_t, start.served_t, start.played_t) if start else ()
         since = max((t for t in reached if t), default=self._opened)
+        other = self._compared.view() if self._compared else None
         now = replace(
             was,
+            other=(other.run or "", other.progress) if other and other.progress else None,
             run=info.run if info else self._run,
             model=info.model if info else None,
             read=was.read or problem is None,
@@ -159,34 +191,27 @@ class RunCache:
         if vars(now) != vars(was):
             self._view = replace(now, revision=was.revision + 1)
 
-    def _read(self, own: ReplicaEvent | None) -> None:
+    def _read(self, own: Sequence[ReplicaEvent]) -> None:
         info = self._find()
         if info != self._info:
             self._info = info
             self.state = RunState()
-            self._own_commits.clear()
+            for asked in self._reports:
+                asked.commits.clear()
             every_s = 3 * self._bucket.report_every_s
             self._log = RunLogReader(self._bucket, info.run, list_every_s=every_s) if info else None
         if info is None or self._log is None:
             return
+        by_name = {status.replica: asked for status, asked in zip(own, self._reports, strict=True)}
         for event in self._log.poll():  # one by one: events that came before a failure are shown
-            is_own = isinstance(event, CommitEvent) and own is not None and event.replica == own.replica
-            if not is_own or self._is_new(event):
+            known = by_name.get(event.replica) if isinstance(event, CommitEvent) else None
+            if known is None or known.is_new(event):
                 self.state.add([event])
             if not self._view.read and self.state.events % _SHOW_EVERY == 0:
                 view = self._view
                 read = self.state.events
                 self._view = replace(view, run=info.run, events_read=read, revision=view.revision + 1)
         self._learn_digests(RunReader(self._bucket, info.run), own)
-
-    def _is_new(self, commit: LogEvent) -> bool:
-        """Whether a commit of the replica that hosts the dashboard was not added yet. Notes it."""
-        assert isinstance(commit, CommitEvent)
-        known = commit.version, math.floor(1000 * commit.t)
-        if known in self._own_commits:
-            return False
-        self._own_commits.append(known)
-        return True
 
     def _find(self) -> RunInfo | None:
         """Return the description of the run to show; read it again only if its object changed."""
@@ -195,7 +220,7 @@ class RunCache:
         known = self._infos(found) if found else None
         return known if known or self._run else newest_run(self._bucket)
 
-    def _learn_digests(self, run: RunReader, own: ReplicaEvent | None) -> None:
+    def _learn_digests(self, run: RunReader, own: Sequence[ReplicaEvent]) -> None:
         """Look up the published digests of the versions that replicas serve."""
         known = self.state.digests
         served = self.state.served(own)

@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +33,7 @@ from delta_weight_sync.errors import BucketError, DeltaWeightSyncError
 from delta_weight_sync.store import Bucket
 from inference_space.dashboard import data, views
 from inference_space.dashboard.calls import check_calls
-from inference_space.dashboard.charts import charts, timeline
+from inference_space.dashboard.charts import charts, metric_charts, timeline
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
 from inference_space.dashboard.state import FRAMES, Progress, moments
 from space_guard.guard import FRAMING
@@ -166,16 +166,24 @@ def render(view: data.RunView) -> Markup:
         run=run,
         measured=views.facts_of(run, view.model) is not None,
         moments=moments(run.version) if run else [],
-        body=body(run, view if view.start else None) if run else "",
+        body=body(run, view if view.start else None, view.other) if run else "",
     )
 
 
-def body(run: Progress, view: data.RunView | None = None) -> Markup:
-    """Render a run's figures and curves. If `view` is given, the run has no step yet: in place of the curves,
-    the page shows how far the run has come (`view.start`)."""
+def body(
+    run: Progress, view: data.RunView | None = None, other: tuple[str, Progress] | None = None
+) -> Markup:
+    """Render a run's figures and curves.
+
+    Args:
+        run: What is known of the run.
+        view: Given if the run has no step yet: in place of the curves, the page shows `view.start`.
+        other: Name and progress of a run to compare. Its curves are drawn beside this run's.
+    """
     (syncs, axis) = timeline(run)
-    drawn = charts(run)
-    return render_template("run.html", run=run, charts=drawn, syncs=syncs, axis=axis, view=view)
+    name, progress = other or ("", None)
+    drawn = {"charts": charts(run, progress), "metrics": metric_charts(run, progress)}
+    return render_template("run.html", run=run, **drawn, other=name, syncs=syncs, axis=axis, view=view)
 
 
 def first_paint(view: data.RunView, *, owner: bool) -> Markup:
@@ -248,7 +256,8 @@ def mount(
     *,
     controls: Controls | None = None,
     key: str = "",
-    own_report: data.Report | None = None,
+    reports: Sequence[data.Report] = (),
+    compare: str = "",
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
@@ -257,14 +266,15 @@ def mount(
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.
         key: Opens the controls. So does a login as the Space's author.
-        own_report: Returns the report of the replica that hosts the dashboard.
+        reports: Each returns the report of a replica, such as the one that hosts the dashboard.
+        compare: Another run of the bucket, whose curves are drawn beside this run's.
 
     Raises:
         ValueError: The installed Gradio has a different page.
     """
     # If the installed Gradio does not fit, fail now instead of at the first request.
     insert((Path(gr.__file__).parent / "templates/frontend/index.html").read_text(), "")
-    cache = data.RunCache(bucket, run, own_report=own_report)
+    cache = data.RunCache(bucket, run, reports=reports, compare=compare)
     owner = Owner(key, "" if login_problem() else os.environ.get("SPACE_AUTHOR_NAME", ""))
     if not (owner.key or owner.name):
         controls = None  # without an owner the tab is useless
@@ -293,7 +303,10 @@ def mount(
 def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None:
     """Add the routes `GET /dashboard/...`. They report errors as text: 429 for the rate limit, else 404."""
     routes = APIRouter(prefix="/dashboard", default_response_class=HTMLResponse)
-    past = lru_cache(maxsize=FRAMES)(body)
+
+    @lru_cache(maxsize=FRAMES)
+    def past(run: Progress) -> Markup:
+        return body(run, other=cache.view().other)
 
     @routes.get("/frame")
     def frame(version: int) -> str:

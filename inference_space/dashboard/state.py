@@ -46,6 +46,24 @@ _CURVES = (
     "staleness",  # syncs between a sample's weights and the trainer's
 )
 _PEAKS = {"anchors", "pauses", "staleness"}  # merged points become their maximum; in other curves, their mean
+# Metrics of steps that have a panel of their own: TRL's names, and titles. Then come panels of other metrics,
+# but not of the trainer's inner workings.
+_TITLES = {
+    "loss": "Loss",
+    "kl": "KL divergence",
+    "ratio": "Importance ratio",
+    "entropy": "Entropy",
+    "clip_ratio/region_mean": "Tokens clipped",
+    "completions/mean_length": "Completion length",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "perf/trained_tok_s_wall_clock": "Tokens per second",
+    "eval_loss": "Loss on held-out data",
+}
+_INNER = ("sample/", "batch/", "perf/", "clip_ratio/", "completions/", "games/", "reward", "epoch", "num_")
+_PANELS = 12  # panels of metrics; each has at most `_METRIC_POINTS` points
+_METRIC_POINTS = 120
+_KNOWN_METRICS = 64  # max metrics whose curve is kept
 _METRICS = {
     "games/solve_rate": "solved",
     "games/invalid_rate": "invalid",
@@ -97,6 +115,7 @@ class Progress:
     syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...] = ()  # newest first, each with its slowest commit
     trainer: Series = ()  # (unix seconds, version), in the chart of versions over time
     curves: dict[str, Series] = field(default_factory=dict)  # by the names in `_CURVES`
+    metrics: dict[str, Series] = field(default_factory=dict)  # by the panel's title
     reward_steps: int = 0  # how many steps each of the next two means covers
     reward_first: float | None = None  # mean of the first steps
     reward_lately: float | None = None  # mean of the last steps
@@ -127,14 +146,15 @@ class Start(NamedTuple):
 
 
 class Curve:
-    """A curve of at most `POINTS` points, and the newest point, however many points are added.
+    """A curve of at most `most` points, and the newest point, however many points are added.
 
     When the curve is full, neighbouring points are merged in pairs: a drawn point is then the mean of several
     added points. With `peaks`, the y of a drawn point is their maximum, so that spikes stay visible.
     """
 
-    def __init__(self, *, peaks: bool = False) -> None:
+    def __init__(self, *, peaks: bool = False, most: int = POINTS) -> None:
         self._peaks = peaks
+        self._most = most
         self._each = 1  # number of added points that are merged into one drawn point
         self._groups: list[tuple[int, float, float]] = []  # number of points, sum of x, sum or maximum of y
         self._newest: Point = (0.0, 0.0)
@@ -145,7 +165,7 @@ class Curve:
         if self._groups and self._groups[-1][0] < self._each:
             self._groups[-1] = self._merged(self._groups[-1], (1, x, y))
             return
-        if len(self._groups) == POINTS:
+        if len(self._groups) == self._most:
             self._groups = [*map(self._merged, self._groups[::2], self._groups[1::2])]
             self._each *= 2
         self._groups.append((1, x, y))
@@ -169,6 +189,7 @@ class RunState:
         self._trainer: deque[Point] = deque(maxlen=_WINDOW)
         self._anchored: deque[int] = deque(maxlen=_ROWS)
         self._curves = {name: Curve(peaks=name in _PEAKS) for name in _CURVES}
+        self._metrics: dict[str, Curve] = {}
         self._first: list[float] = []  # the first rewards
         self._lately: deque[float] = deque(maxlen=2 * _MEAN)  # the newest rewards
         self._played: float | None = None  # when the first games were played
@@ -203,19 +224,20 @@ class RunState:
                 case DoneEvent():
                     self.seen.done = event
 
-    def served(self, own: ReplicaEvent | None = None) -> set[int]:
+    def served(self, own: Sequence[ReplicaEvent] = ()) -> set[int]:
         """Return the versions whose published digests are needed; `own` is as for `progress`."""
-        reports = [own, self.seen.done, *(replica.status for replica in self._replicas.values())]
+        reports = [*own, self.seen.done, *(replica.status for replica in self._replicas.values())]
         return {report.version for report in reports if report and report.version is not None}
 
-    def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
-        """Return what the page shows, None before the first version. `own` is the status of the replica that
-        hosts the page: it replaces the status in the log."""
+    def progress(self, own: Sequence[ReplicaEvent] = ()) -> Progress | None:
+        """Return what the page shows, None before the first version. `own` has the states of the replicas
+        that the page asks itself: they replace those in the log."""
         if not self._recent:
             return None
         replicas = dict(self._replicas)
-        if own:
-            replicas[own.replica] = replicas.get(own.replica, Replica(own)).report(own, self.seen.last_t)
+        for status in own:
+            known = replicas.get(status.replica, Replica(status))
+            replicas[status.replica] = known.report(status, self.seen.last_t)
         steps = max(1, len(self._lately) // 2)
         return replace(
             self.seen,
@@ -230,17 +252,18 @@ class RunState:
             syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
             trainer=tuple(self._trainer),
             curves={name: curve.points() for name, curve in self._curves.items()},
+            metrics=self._panels(),
             reward_steps=steps,
             reward_first=fmean(self._first[:steps]) if self._first else None,
             reward_lately=fmean(list(self._lately)[-steps:]) if self._lately else None,
         )
 
-    def start(self, own: ReplicaEvent | None = None) -> Start | None:
+    def start(self, own: Sequence[ReplicaEvent] = ()) -> Start | None:
         """Return how far a run that starts has come; None after its first step."""
         if self.seen.version > 0 or self._lately:
             return None
         known = {name: replica.status for name, replica in self._replicas.items()}
-        known |= {own.replica: own} if own else {}
+        known |= {status.replica: status for status in own}
         changes = (change for replica in self._replicas.values() for change in replica.versions)
         served = [t for t, version in changes if not math.isnan(version)] or [self.seen.last_t]
         serving = any(status.version is not None for status in known.values())
@@ -306,10 +329,22 @@ class RunState:
                 self._first.append(event.reward)
         for metric in _METRICS.keys() & event.metrics.keys():
             self._curves[_METRICS[metric]].add(event.step, event.metrics[metric])
+        for metric, value in event.metrics.items():
+            if metric in _TITLES or not metric.startswith(_INNER):
+                if metric not in self._metrics and len(self._metrics) < _KNOWN_METRICS:
+                    self._metrics[metric] = Curve(most=_METRIC_POINTS)
+                if metric in self._metrics and math.isfinite(value):
+                    self._metrics[metric].add(event.step, value)
         if event.rollouts:
             self.seen.group = event
             if not event.step and self._played is None:
                 self._played = event.t
+
+    def _panels(self) -> dict[str, Series]:
+        """Return the curves of the metrics that have a panel, by title, in the order of `_TITLES`."""
+        others = (metric for metric in self._metrics if metric not in _TITLES)
+        names = [*(metric for metric in _TITLES if metric in self._metrics), *others][:_PANELS]
+        return {_TITLES.get(name, name): self._metrics[name].points() for name in names}
 
     def _replica(self, event: ReplicaEvent | CommitEvent) -> Replica:
         """Return what is known of an event's replica, and note that this replica was heard last."""

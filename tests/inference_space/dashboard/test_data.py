@@ -1,5 +1,6 @@
 """One reader follows the bucket through everything that can happen to it, and reads once for all viewers."""
 
+import functools
 import queue
 import threading
 from collections import Counter
@@ -11,12 +12,12 @@ from uuid import uuid4
 
 import pytest
 import zstandard
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from starlette.testclient import TestClient
 
 from delta_weight_sync.errors import BucketUnreachableError, ObjectMissingError, ProtocolError
 from delta_weight_sync.records import Manifest, RunInfo
-from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
 from delta_weight_sync.store import SMALL, Bucket, ObjectInfo, open_bucket
 from inference_space.dashboard import data, views
 from inference_space.dashboard.data import (
@@ -33,10 +34,12 @@ from inference_space.dashboard.data import (
     RunView,
 )
 from inference_space.dashboard.page import add_views, render
+from inference_space.dashboard.remote import RemoteReplica
 from tests.support.buckets import CountedBucket
 from tests.support.hubsim import HubSim
 from tests.support.real_run import RealRun
 from tests.support.records import WRITER, manifest_of, put_flush, status
+from tests.support.serving import serving
 from tests.support.waiting import PATIENCE_S, soon
 from tests.support.written_run import WrittenRun, digest_of
 
@@ -175,7 +178,7 @@ def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) 
     own = status("mine", 1).model_copy(update={"digest": digest_of(1)})
     flaky = BrokenBucket(bucket)
     pauses = Pauses()
-    cache = RunCache(flaky, None, own_report=lambda _: ReplicaReport(status=own, commits=()), pause=pauses)
+    cache = RunCache(flaky, None, reports=[lambda _: ReplicaReport(status=own, commits=())], pause=pauses)
 
     def after(**changed: object) -> RunView:
         """The view after another reading, with these changes of the replica's status."""
@@ -198,6 +201,81 @@ def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) 
     view = after(error="disk full")
     assert mine(view) == (1, "disk full", True)
     assert view.problem
+
+
+class TwoReplicas:
+    """A vLLM with the plugin and a Space, as their servers answer; and what each was asked."""
+
+    def __init__(self) -> None:
+        self.asked = dict[str, list[int]]()
+        self.app = FastAPI()
+        self.size = 0  # bytes by which an answer is too large
+        for place, path in {"a": "delta_weight_sync/status", "b": "status"}.items():
+            self.app.get(f"/{place}/{path}")(functools.partial(self.answer, place))
+
+    async def answer(self, place: str, after: int) -> Response:
+        self.asked.setdefault(place, []).append(after)
+        status = ReplicaEvent(t=1.0, replica=place, state="serving", version=2, digest=digest_of(2))
+        times = {"fetch_s": 0.1, "stage_s": 0.1, "pause_ms": 0.5, "commit_ms": 0.4}
+        commits = [
+            CommitEvent(t=1.0 + n, replica=place, version=n, digest=digest_of(n), lag_s=1.0, **times)
+            for n in (1, 2)
+            if n > after
+        ]
+        report = ReplicaReport(status=status, commits=commits)
+        return Response(report.model_dump_json() + " " * self.size)
+
+
+def test_replicas_are_asked_where_no_trainer_logs_them(bucket: Bucket) -> None:
+    """Of any trainer: it only publishes. A replica that gives no answer is shown as such."""
+    written = started(bucket)
+    written.log.close()
+    replicas = TwoReplicas()
+    pauses = Pauses()
+    with serving(replicas.app) as url:
+        places = [f"{url}/a", f"{url}/b/", f"{url}/c"]
+        reports = [RemoteReplica(place) for place in places]
+        cache = RunCache(bucket, None, reports=reports, pause=pauses)
+        for _ in range(2):
+            pauses.begun()
+            view = cache.view()
+            pauses.end()
+        pauses.begun()
+        shown = {r.status.replica: (r.status.version, r.status.state) for r in view.progress.replicas}
+        assert shown == {
+            "a": (2, "serving"),
+            "b": (2, "serving"),
+            places[2]: (None, "unreachable"),
+        }
+        assert replicas.asked["a"][:2] == [-1, 2], "each commit is sent once"
+        assert view.progress.pause_ms == 0.5
+        assert len(view.progress.curves["pauses"]) == 4, "versions 1 and 2 of both replicas"
+        assert all(view.progress.matches(r.status) for r in view.progress.replicas if r.status.version)
+        replicas.size = 5 << 20
+        assert reports[0](2).status.state == "unreachable", "its answer has no end"
+
+
+def test_another_run_of_the_bucket_is_drawn_beside_this_one(bucket: Bucket) -> None:
+    first = WrittenRun(bucket, run="first")
+    second = WrittenRun(bucket, run="second")
+    for run in (first, second):
+        run.publish(440_000, 220_000)
+        for step in (1, 2, 3):
+            run.publish(40_000, 2_000)
+            run.step(step, 0.1 * step)
+    first.log.close()
+    cache = RunCache(bucket, "second", compare="first")
+    view = until(cache, lambda view: view.other is not None and version(view) == 3)
+    assert view.other
+    assert (view.run, view.other[0], view.other[1].version) == ("second", "first", 3)
+    page = render(view)
+    assert page.count(">first</b>") == 2, "in the panels of the reward and of the changed weights"
+    assert ">first: deltas</b>" in page
+    assert page.count('class="line other') == 3
+    first.publish(40_000, 2_000)
+    first.log.flush()
+    until(cache, lambda view: view.other is not None and view.other[1].version == 4)
+    second.log.close()
 
 
 def test_a_damaged_description_is_named_and_the_figures_stay_until_it_is_repaired(bucket: Bucket) -> None:

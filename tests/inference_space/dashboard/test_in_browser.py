@@ -18,6 +18,7 @@ from huggingface_hub import HfApi
 from playwright.sync_api import Browser, Page, expect
 
 from delta_weight_sync.records import Writer
+from delta_weight_sync.runlog import StepEvent
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.util import count_text, size_text
@@ -89,8 +90,27 @@ def test_a_run_shows_how_it_starts_until_its_first_step(page, url, run):
     expect(live.locator(".start .now")).to_contain_text("First step")
     expect(live.locator(".tiles")).to_have_text("crane")
     run.step(1, 0.5)
-    expect(live.locator("figure")).to_have_count(9)
+    expect(live.locator("figure h2")).to_have_text(
+        ["Reward", "Versions", "Payload", "Time to serving", "Pause"]
+    )
     expect(live.locator(".start")).to_have_count(0)
+
+
+def test_a_run_has_a_panel_for_each_of_its_metrics_and_none_for_what_it_lacks(page, url, run):
+    """A run without games and rewards, such as supervised training, with TRL's metrics and its own."""
+    run.publish(FULL, TOTAL)
+    for step in (1, 2, 3):
+        run.publish(40_000, 2_000)
+        metrics = {"my/accuracy": step / 4, "loss": 3.0 / step, "batch/pad_frac": 0.1, "learning_rate": 1e-6}
+        run.log.append(StepEvent(t=run.t, step=step, reward=None, metrics=metrics))
+    page.goto(url)
+    live = page.locator("#dws-live")
+    expect(live.locator("figure h2")).to_have_text(
+        ["Versions", "Payload", "Bytes saved", "Weights changed", "Loss", "Learning rate", "my/accuracy"]
+    )
+    accuracy = live.locator("figure").filter(has_text="my/accuracy")
+    expect(accuracy.locator("output")).to_have_text("0.75")
+    expect(live.locator("figure").filter(has_text="Learning rate").locator("output")).to_have_text("1e-06")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -118,7 +118,7 @@ def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:
     state = folded(sync(0, 1100), sync(1, 9), sync(2, 9), status("other", 1), commit("mine", 1))
     state.digests[2] = DIGEST
     before = state.progress()
-    now = state.progress(status("mine", 2, state="serving", error="disk full"))
+    now = state.progress([status("mine", 2, state="serving", error="disk full")])
     assert before
     assert now
     assert now.replicas[1] == before.replicas[1], "of other replicas the log tells"
@@ -128,9 +128,9 @@ def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:
     assert (mine.lag_s, mine.lags) == (before.replicas[0].lag_s, before.replicas[0].lags)
     assert mine.versions == (*before.replicas[0].versions, (now.last_t, 2))
     assert state.progress().replicas == before.replicas, "the run itself is as it was"
-    ahead = state.progress(status("mine", 3, state="serving"))  # the log's next refresh shows version 3
+    ahead = state.progress([status("mine", 3, state="serving")])  # the log's next refresh shows version 3
     assert "v2 serving on 1/2 replicas" in body(ahead)
-    new = state.progress(status("new", None, state="starting"))
+    new = state.progress([status("new", None, state="starting")])
     assert [r.status.state for r in new.replicas if r.status.replica == "new"] == ["starting"]
 
 
