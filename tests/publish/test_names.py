@@ -195,7 +195,12 @@ def _sharded(rank: int, folder: Path, name: str, dim: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "size", "dim"), [("mixtral", 2, 0), ("deepseek_v3", 3, 0), ("qwen3_moe", 2, 1)]
+    ("name", "size", "dim"),
+    [
+        ("mixtral", 2, 0),
+        pytest.param("deepseek_v3", 3, 0, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", 2, 1, marks=pytest.mark.long),
+    ],
 )
 def test_ranks_with_shards_of_stacks_publish_the_parts(name, size, dim, tmp_path):
     """Sharded by experts, evenly or not, or across the experts."""
