@@ -22,7 +22,7 @@ def main() -> None:
     add = parser.add_argument
     add("--bucket", required=True, metavar="URL", help="hf://, s3:// or file://")
     add("--run", help="the run to show (default: the one created last)")
-    add("--compare", default="", metavar="RUN", help="draw the curves of this run beside those of --run")
+    add("--compare", default="", metavar="RUN", help="also draw the curves of this run")
     add("--replicas", nargs="*", default=(), metavar="URL", help="replicas to ask for their versions")
     add("--export", type=Path, metavar="FOLDER", help="write the run as a static page, and exit")
     add("--host", default="127.0.0.1")

@@ -178,7 +178,7 @@ def body(
     Args:
         run: What is known of the run.
         view: Given if the run has no step yet: in place of the curves, the page shows `view.start`.
-        other: Name and progress of a run to compare. Its curves are drawn beside this run's.
+        other: Name and progress of a run to compare. Its curves are drawn, too.
     """
     (syncs, axis) = timeline(run)
     name, progress = other or ("", None)
@@ -267,7 +267,7 @@ def mount(
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.
         key: Opens the controls. So does a login as the Space's author.
         reports: Each returns the report of a replica, such as the one that hosts the dashboard.
-        compare: Another run of the bucket, whose curves are drawn beside this run's.
+        compare: Another run of the bucket, whose curves are drawn, too.
 
     Raises:
         ValueError: The installed Gradio has a different page.

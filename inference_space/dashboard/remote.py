@@ -17,7 +17,7 @@ class RemoteReplica:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._name = self._url  # until it has told its own
+        self._name = self._url  # until its first answer, which has its name
         self._http = httpx.Client(timeout=_TIMEOUT_S)
 
     def __call__(self, after: int) -> ReplicaReport:
