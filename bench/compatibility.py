@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from bench import tables
 from bench.published import EXACT, WAYS
-from bench.reloaded import COMPUTED, Found
+from bench.reloaded import Found
 from bench.results import ROOT
 from tests.support.tiny import ARCHITECTURES
 
@@ -30,7 +31,6 @@ PAGE = ROOT / "docs" / "compatibility.md"
 _LIMIT_S = 300.0
 _LEAVE_S = 10.0
 _LONG = 160  # characters of a message that a cell shows
-_RELOADS = ("`reload_weights`", "`reload_weights`, nothing packed", "`load_weights`, nothing packed")
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
         known = ", ".join(ARCHITECTURES)
         raise SystemExit(f"no architecture {', '.join(sorted(unknown))}; there are {known}")
     reports = examined(names or [*ARCHITECTURES])
-    found = {"compatibility": follow_table(reports), "reload": reload_table(reports)}
+    found = {"compatibility": follow_table(reports), "reload": reload_summary(reports)}
     print(*found.values(), sep="\n\n")
     if not names:
         PAGE.write_text(_filled(PAGE.read_text(), found))
@@ -99,43 +99,45 @@ def _answer(name: str, pipe: Connection) -> None:
 
 
 def follow_table(reports: dict[str, Report | str]) -> str:
-    """Which architectures a replica follows exactly, for each way to publish them."""
-    rows = []
+    """Which architectures a replica follows exactly: a list of those without a note, a table of the others."""
+    plain: list[str] = []
+    rows: list[list[str]] = []
+    exact = 0
     for name, report in reports.items():
         kind = ARCHITECTURES[name].kind
         if isinstance(report, str):
-            rows.append([name, kind, _short(f"NOT EXAMINED: {report}"), *[""] * len(WAYS)])
+            rows.append([name, kind, _short(f"NOT EXAMINED: {report}"), ""])
             continue
-        cells: list[str] = []
-        for verdict in report.verdicts:
-            # A long message stands in a row once.
-            known = verdict != EXACT and _short(verdict) in cells
-            cells.append("as on the left" if known else _short(verdict))
-        rows.append([report.kind, kind, *cells, report.note])
-    exact = sum(not isinstance(report, str) and {*report.verdicts} == {EXACT} for report in reports.values())
-    head = ["architecture", "what is particular", *(way.column for way in WAYS), "notes"]
-    summary = f"All {len(WAYS)} ways are exact for {exact} of {len(rows)} architectures."
-    return f"{summary}\n\n{tables.table(head, rows)}"
+        by_verdict: dict[str, list[str]] = {}
+        for way, verdict in zip(WAYS, report.verdicts, strict=True):
+            by_verdict.setdefault(_short(verdict), []).append(way.column)
+        exact += by_verdict.keys() == {EXACT}
+        if by_verdict.keys() == {EXACT} and not report.note:
+            plain.append(f"{report.kind} ({kind})")
+            continue
+        verdicts = "; ".join(
+            verdict if len(ways) == len(WAYS) else f"{', '.join(ways)}: {verdict}"
+            for verdict, ways in by_verdict.items()
+        )
+        rows.append([report.kind, kind, verdicts, report.note])
+    summary = f"All {len(WAYS)} ways are exact for {exact} of {len(reports)} architectures."
+    table = tables.table(["architecture", "what is particular", "in all ways", "notes"], rows)
+    return f"{summary} Without any note:\n\n{textwrap.fill('; '.join(plain) + '.', 120)}\n\nThe others:\n\n{table}"
 
 
-def reload_table(reports: dict[str, Report | str]) -> str:
-    """How models differ from a fresh load, after a replica's patch and after vLLM's own functions."""
+def reload_summary(reports: dict[str, Report | str]) -> str:
+    """How many models equal a fresh load, after a replica's patch and after vLLM's own functions."""
     whole = [report for report in reports.values() if not isinstance(report, str)]
-    rows = [[report.kind, report.patched, *_reloads(report)] for report in whole]
-    head = ["architecture", "patched by a replica", *_RELOADS]
-    lines = [
-        f"- {what}: {_summary([row[column] for row in rows])}" for column, what in enumerate(head) if column
-    ]
-    dropped = [report.stock[1] for report in whole if report.stock]
-    lines.append(f"- `load_weights`: {_summary(dropped)}. The table omits this column")
-    cells = [[str(row[0]), *(_cell(found) for found in row[1:])] for row in rows]
-    return "\n".join([f"Of {len(rows)} architectures:", "", *lines, "", tables.table(head, cells)])
-
-
-def _reloads(report: Report) -> list[Found | None]:
-    if not report.stock:
-        return [None] * len(_RELOADS)
-    return [report.stock[0], *report.unpacked]
+    columns: dict[str, list[Found | str | None]] = {
+        "patched by a replica": [report.patched for report in whole],
+        "`reload_weights`": [report.stock[0] if report.stock else None for report in whole],
+        "`load_weights`": [report.stock[1] if report.stock else None for report in whole],
+    }
+    for place, function in enumerate(("`reload_weights`", "`load_weights`")):
+        unpacked = [report.unpacked[place] if report.stock else None for report in whole]
+        columns[f"{function}, nothing packed"] = unpacked
+    lines = [f"- {what}: {_summary(cells)}" for what, cells in columns.items()]
+    return "\n".join([f"Of {len(whole)} architectures:", "", *lines])
 
 
 def _summary(cells: Sequence[Found | str | None]) -> str:
@@ -146,21 +148,6 @@ def _summary(cells: Sequence[Found | str | None]) -> str:
         "refused": sum(cell is None for cell in cells),
     }
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-
-
-def _cell(found: Found | str | None) -> str:
-    if found is None:
-        return "refused"
-    if isinstance(found, str):
-        return _short(found)
-    if not found.tensors:
-        return "equal"
-    first = ".".join(found.first.split(".")[-2:])
-    if computed := first.endswith(COMPUTED):
-        first = first.removesuffix(COMPUTED)
-    name = f"what `{first}` computes" if computed else f"`{first}`"
-    several = f"{found.tensors} tensors" if found.tensors > 1 else "1 tensor"
-    return f"{several}, {found.elements:,} elements differ: {name}" + (", …" if found.tensors > 1 else "")
 
 
 def _short(message: str) -> str:
