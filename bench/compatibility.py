@@ -99,7 +99,7 @@ def _answer(name: str, pipe: Connection) -> None:
 
 
 def follow_table(reports: dict[str, Report | str]) -> str:
-    """Which architectures a replica follows exactly: a list of those without a note, a table of the others."""
+    """Which architectures a replica follows exactly: those without a note in a list, others in a table."""
     plain: list[str] = []
     rows: list[list[str]] = []
     exact = 0
@@ -122,7 +122,8 @@ def follow_table(reports: dict[str, Report | str]) -> str:
         rows.append([report.kind, kind, verdicts, report.note])
     summary = f"All {len(WAYS)} ways are exact for {exact} of {len(reports)} architectures."
     table = tables.table(["architecture", "what is particular", "in all ways", "notes"], rows)
-    return f"{summary} Without any note:\n\n{textwrap.fill('; '.join(plain) + '.', 120)}\n\nThe others:\n\n{table}"
+    listed = textwrap.fill("; ".join(plain) + ".", 120)
+    return f"{summary} Without any note:\n\n{listed}\n\nThe others:\n\n{table}"
 
 
 def reload_summary(reports: dict[str, Report | str]) -> str:
