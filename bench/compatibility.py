@@ -1,4 +1,4 @@
-"""Which architectures a replica can follow: fills the tables of docs/compatibility.md.
+"""Which architectures a replica can follow: fills the marked places of docs/compatibility.md.
 
     python -m bench.compatibility                 all of them, into the page
     python -m bench.compatibility qwen3 mamba     some of them, printed only
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -31,6 +30,8 @@ PAGE = ROOT / "docs" / "compatibility.md"
 _LIMIT_S = 300.0
 _LEAVE_S = 10.0
 _LONG = 160  # characters of a message that a cell shows
+_FEW = 3  # architectures that a list names
+_RELOADS = ("`reload_weights`", "`reload_weights`, nothing packed", "`load_weights`, nothing packed")
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
         known = ", ".join(ARCHITECTURES)
         raise SystemExit(f"no architecture {', '.join(sorted(unknown))}; there are {known}")
     reports = examined(names or [*ARCHITECTURES])
-    found = {"compatibility": follow_table(reports), "reload": reload_summary(reports)}
+    found = {"compatibility": follow_table(reports), "reload": reload_list(reports)}
     print(*found.values(), sep="\n\n")
     if not names:
         PAGE.write_text(_filled(PAGE.read_text(), found))
@@ -99,56 +100,75 @@ def _answer(name: str, pipe: Connection) -> None:
 
 
 def follow_table(reports: dict[str, Report | str]) -> str:
-    """Which architectures a replica follows exactly: those without a note in a list, others in a table."""
+    """Which architectures a replica follows exactly; a row for each of which there is more to say."""
     plain: list[str] = []
-    rows: list[list[str]] = []
+    rows = []
     exact = 0
     for name, report in reports.items():
-        kind = ARCHITECTURES[name].kind
         if isinstance(report, str):
-            rows.append([name, kind, _short(f"NOT EXAMINED: {report}"), ""])
+            rows.append([name, _short(f"NOT EXAMINED: {report}"), ""])
             continue
-        by_verdict: dict[str, list[str]] = {}
-        for way, verdict in zip(WAYS, report.verdicts, strict=True):
-            by_verdict.setdefault(_short(verdict), []).append(way.column)
-        exact += by_verdict.keys() == {EXACT}
-        if by_verdict.keys() == {EXACT} and not report.note:
-            plain.append(f"{report.kind} ({kind})")
-            continue
-        verdicts = "; ".join(
-            verdict if len(ways) == len(WAYS) else f"{', '.join(ways)}: {verdict}"
-            for verdict, ways in by_verdict.items()
-        )
-        rows.append([report.kind, kind, verdicts, report.note])
+        verdict = _verdict(report)
+        exact += verdict == EXACT
+        if verdict == EXACT and not report.note:
+            plain.append(report.kind)
+        else:
+            rows.append([report.kind, verdict, report.note])
     summary = f"All {len(WAYS)} ways are exact for {exact} of {len(reports)} architectures."
-    table = tables.table(["architecture", "what is particular", "in all ways", "notes"], rows)
-    listed = textwrap.fill("; ".join(plain) + ".", 120)
-    return f"{summary} Without any note:\n\n{listed}\n\nThe others:\n\n{table}"
+    names = f"Exact, with nothing to note: {', '.join(plain)}."
+    head = ["architecture", "result", "notes"]
+    return f"{summary}\n\n{names}\n\n{tables.table(head, rows)}"
 
 
-def reload_summary(reports: dict[str, Report | str]) -> str:
-    """How many models equal a fresh load, after a replica's patch and after vLLM's own functions."""
-    whole = [report for report in reports.values() if not isinstance(report, str)]
-    columns: dict[str, list[Found | str | None]] = {
-        "patched by a replica": [report.patched for report in whole],
-        "`reload_weights`": [report.stock[0] if report.stock else None for report in whole],
-        "`load_weights`": [report.stock[1] if report.stock else None for report in whole],
+def _verdict(report: Report) -> str:
+    """What all ways to publish give, or what each of them gives."""
+    if len({*report.verdicts}) == 1:
+        return _short(report.verdicts[0])
+    pairs = zip(WAYS, report.verdicts, strict=True)
+    return "; ".join(f"{way.column}: {_short(verdict)}" for way, verdict in pairs)
+
+
+def reload_list(reports: dict[str, Report | str]) -> str:
+    """How models differ from a fresh load, after a replica's patch and after vLLM's own functions."""
+    examined = [report for report in reports.values() if not isinstance(report, str)]
+    kinds = [report.kind for report in examined]
+    results: dict[str, list[Found | None]] = {
+        "patched by a replica": [report.patched for report in examined],
+        **{name: [_reloads(report)[n] for report in examined] for n, name in enumerate(_RELOADS)},
     }
-    for place, function in enumerate(("`reload_weights`", "`load_weights`")):
-        unpacked = [report.unpacked[place] if report.stock else None for report in whole]
-        columns[f"{function}, nothing packed"] = unpacked
-    lines = [f"- {what}: {_summary(cells)}" for what, cells in columns.items()]
-    return "\n".join([f"Of {len(whole)} architectures:", "", *lines])
+    lines = [f"- {what}: {_summary(kinds, cells)}" for what, cells in results.items()]
+    return "\n".join([f"Of {len(kinds)} architectures:", "", *lines])
 
 
-def _summary(cells: Sequence[Found | str | None]) -> str:
-    counts = {
-        "equal a fresh load": sum(not isinstance(cell, str | None) and not cell.tensors for cell in cells),
-        "differ": sum(not isinstance(cell, str | None) and bool(cell.tensors) for cell in cells),
-        "raise an error": sum(isinstance(cell, str) for cell in cells),
-        "refused": sum(cell is None for cell in cells),
+def _reloads(report: Report) -> list[Found | None]:
+    if not report.stock:
+        return [None] * len(_RELOADS)
+    return [report.stock[0], *report.unpacked]
+
+
+def _summary(kinds: Sequence[str], cells: Sequence[Found | None]) -> str:
+    """How often each outcome occurs, with the architectures if they are few."""
+    groups: dict[str, list[str]] = {
+        "equal a fresh load": [],
+        "differ": [],
+        "raise an error": [],
+        "are refused": [],
     }
-    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    for kind, cell in zip(kinds, cells, strict=True):
+        groups[_outcome(cell)].append(kind)
+    return ", ".join(
+        f"{len(named)} {what}" + (f" ({', '.join(named)})" if len(named) <= _FEW else "")
+        for what, named in groups.items()
+        if named
+    )
+
+
+def _outcome(cell: Found | None) -> str:
+    if cell is None:
+        return "are refused"
+    if isinstance(cell, str):
+        return "raise an error"
+    return "differ" if cell.tensors else "equal a fresh load"
 
 
 def _short(message: str) -> str:
