@@ -24,7 +24,7 @@ from delta_weight_sync import gpu_build
 from delta_weight_sync.errors import EngineError
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PublicKeys
-from delta_weight_sync.vllm import MODEL_NAME
+from delta_weight_sync.vllm import MODEL_NAME, PROCESSED
 from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
@@ -128,6 +128,7 @@ class VllmServer(Engine):
         settings = self._settings
         words = ["--model", str(checkpoint), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
         words += ["--max-num-seqs", str(settings.max_num_seqs), "--disable-log-stats"]
+        words += ["--logprobs-mode", PROCESSED]  # for ratios at any temperature; REPLICA_VLLM_ARGS may differ
         words += [] if PublicKeys.load() else ["--chat-template", str(_UNSIGNED_TEMPLATE)]
         words += _ON_GPU if gpu_build.is_installed() else _ON_CPU
         if settings.max_model_len is not None:

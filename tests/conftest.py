@@ -35,7 +35,7 @@ def pytest_collection_finish() -> None:
 # They share the replica of tests/live/conftest.py, in this order: the last of them end its vLLM.
 ONE_REPLICA = [
     f"tests/live/test_{name}.py"
-    for name in ("public_port", "route_audit", "commit", "canary", "replica", "restarts")
+    for name in ("public_port", "route_audit", "commit", "canary", "ratios", "replica", "restarts")
 ]
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NotRequired, TypedDict
 
 import aiohttp
+import httpx
 import numpy as np
 from multidict import CIMultiDict, CIMultiDictProxy
 from numpy.typing import NDArray
@@ -29,7 +30,8 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, TurnRecord
 
-from delta_weight_sync import RolloutError
+from delta_weight_sync import ConfigError, RolloutError
+from delta_weight_sync.trl import sampling
 from delta_weight_sync.trl.trainer import Progress
 from delta_weight_sync.vllm import MODEL_NAME
 from trainer import spaces
@@ -208,6 +210,8 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> Any:
         deadline = time.monotonic() + spaces.WAIT_LIMIT_S
         conversation = _conversation.get()
+        # Without these, vLLM would take values from the model's generation_config.json.
+        payload = sampling.NEUTRAL | payload
         failed = False
         while True:
             conversation.replica, wait_s = self._router.choose(conversation.replica, failed)
@@ -215,6 +219,9 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             url = conversation.replica
             try:
                 answer, headers = await self._request(f"{url}{path}", payload, timeout)
+                mode = {"logprobs_mode": headers.get(sampling.HEADER)}
+                if problem := sampling.problem(payload, url, mode):  # of a replica that joined late, perhaps
+                    raise aiohttp.ClientError(problem)
                 entries = _made_by(headers)
                 last = self._last_known_sync(entries[0]["weights"] if entries else None)
                 conversation.add_turn(payload["prompt"], answer["choices"][0]["token_ids"], entries, last)
@@ -287,6 +294,18 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
     def inherit(self, sync: int) -> None:
         """Accept the earlier trainer's syncs up to `sync`: at these, both trainers had the same weights."""
         self._model_version_value.inherited = sync
+
+
+def require_exact_ratios(fleet: Fleet, config: AsyncGRPOConfig) -> None:
+    """Raise `ConfigError` if a replica's log-probabilities would make importance ratios wrong."""
+    for url in fleet.urls():
+        try:
+            report = spaces.request(url, "GET", "/status").raise_for_status().json()
+        except (httpx.HTTPError, ValueError):  # not up yet; each of its answers will be checked
+            continue
+        settings = vars(config) | sampling.NEUTRAL  # as `_post` sends them
+        if report.get("logprobs_mode") != "" and (problem := sampling.problem(settings, url, report)):
+            raise ConfigError(problem)
 
 
 def make_worker(

@@ -30,7 +30,7 @@ from delta_weight_sync.ending import end_after_signals
 from delta_weight_sync.publish.publisher import Model
 from delta_weight_sync.publish.sharding import Peers
 from delta_weight_sync.runlog import DoneEvent
-from delta_weight_sync.trl import hooks, patches
+from delta_weight_sync.trl import hooks, patches, sampling
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
 from trainer import exact, memory, resume, rollouts
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
@@ -70,6 +70,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     # Without `token_budget`, TRL would ask a vLLM server for its limit, but perhaps none runs yet.
     if config.token_budget is None:
         raise SystemExit("--token_budget is missing: set the max tokens of a forward pass, or 0 for no limit")
+    sampling.require_exact(vars(config))
     if not config.use_cpu and (problem := gpu_build.problem()):
         raise SystemExit(f"trainer: {problem}")
     if config.n_gpu > 1:
@@ -127,6 +128,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             publisher.publish_base(trainer.weights(), _FIRST_SYNC)
             with peers.fail_together():
                 spaces.wait()  # until the environment is ready and a replica serves a version
+                rollouts.require_exact_ratios(fleet, config)
             gc.collect()
             gc.freeze()  # otherwise each collection scans all objects of the imports, for a fifth of a second
             trainer.begin()  # each sync calls `Publisher.publish`

@@ -165,6 +165,9 @@ class ReplicaReport(Record):
     notice: Line = ""  # how the replica learns of new versions
     engine: Line = ""  # the replica's release of vLLM, and how it commits
     traffic: TrafficEvent | None = None
+    logprobs_mode: Word = ""  # vLLM's option of this name; "" before vLLM runs, and from an older release
+    # vLLM's values for sampling parameters that a request leaves out, if they are not the neutral ones.
+    sampling_defaults: dict[Word, Number] = Field(default={}, max_length=16)
 
 
 class DoneEvent(Record):

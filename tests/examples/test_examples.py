@@ -92,7 +92,8 @@ def test_a_trl_script_and_a_vllm_meet_in_the_bucket_only(place, tmp_path):
     """TRL's own trainer and rollout worker, and vLLM's own server with the plugin."""
     (tmp_path / "bucket").mkdir()
     url = f"{(tmp_path / 'bucket').as_uri()}#trl"
-    with served(place / "policy", url, tmp_path, **{"max-model-len": 256}) as vllm:
+    options = {"max-model-len": 256, "logprobs-mode": "processed_logprobs"}
+    with served(place / "policy", url, tmp_path, **options) as vllm:
         run(place, sys.executable, str(EXAMPLES / "trl_script.py"), "policy", url, vllm.url, "6")
         newest = open_run(url).manifest()
         assert vllm.wait_for(newest.version)["digest"] == newest.digest

@@ -8,6 +8,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import EngineError
+from delta_weight_sync.vllm import PROCESSED
 from delta_weight_sync.vllm.engine import Times
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.waiting import soon
@@ -29,6 +30,9 @@ class Mortal:
 
     def describe(self) -> str:
         return "a vLLM in memory"
+
+    def sampling(self) -> tuple[str, dict[str, float]]:
+        return (PROCESSED if self._alive else ""), {}
 
     def alive(self) -> bool:
         self.asked += 1

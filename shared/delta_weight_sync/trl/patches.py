@@ -22,10 +22,11 @@ from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 
 from delta_weight_sync import compat
 from delta_weight_sync.errors import RolloutError
-from delta_weight_sync.trl import cpu, hooks
+from delta_weight_sync.trl import cpu, hooks, sampling
 
 _WORKER: Any = async_rollout_worker.AsyncRolloutWorker
 _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
+_INIT: Any = _WORKER.__init__
 _START: Any = getattr(_WORKER, "start", None)
 _CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
 _KILLED = "it was killed, perhaps because the memory is full"
@@ -48,6 +49,9 @@ def install(*needed: compat.Feature) -> None:
         _replace(async_rollout_worker, "_child_main", play_rollouts)
         for name, method in (("start", start), ("check_health", check_health), ("stop", stop)):
             _replace(_WORKER, name, method)
+    # TRL neither asks vLLM how it makes log-probabilities, nor refuses what its loss does not compute. Remove
+    # this once it does both, as its synchronous trainer does the first.
+    _replace(_WORKER, "__init__", init)
     if hooks.ATTENTION.works():
         from trl.experimental.async_grpo import packing
 
@@ -71,10 +75,18 @@ def play_rollouts(*arguments: Any) -> None:
         raise
 
 
+def init(worker: Any, *args: Any, **options: Any) -> None:
+    """Make TRL's rollout worker. Raises `ConfigError` for sampling whose ratios TRL cannot compute."""
+    sampling.require_exact(options)
+    _INIT(worker, *args, **options)
+
+
 def start(worker: Any) -> None:
-    """Start the rollout process once vLLM answers. Raises `RolloutError` with the cause if that fails."""
+    """Start the rollout process once vLLM answers. Raises `RolloutError` with the cause if that fails, and
+    `ConfigError` if vLLM's log-probabilities would make ratios wrong."""
     if url := worker._loop_kwargs.get("vllm_server_url"):
         _await_server(url)
+        sampling.require_replica(worker._loop_kwargs, url, _SERVER_S)
     try:
         _START(worker)
     except RuntimeError as error:

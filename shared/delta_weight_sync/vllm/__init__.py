@@ -10,6 +10,9 @@ PAUSE = "DELTA_WEIGHT_SYNC_PAUSE"
 # The name under which the Space serves the policy, and under which `trainer` asks for it. It is stated here,
 # because apps do not import each other.
 MODEL_NAME = "policy"
+# The `--logprobs-mode` in which vLLM returns log-probabilities of the distribution from which it samples. No
+# official extension point lets a plugin choose it: vLLM makes its configuration from the command line alone.
+PROCESSED = "processed_logprobs"
 
 
 def commits_between_steps() -> bool:

@@ -1,4 +1,4 @@
-"""A header of vLLM's API server that says which version made which tokens of an answer, as JSON.
+"""Headers of vLLM's API server. The first says which version made which tokens of an answer, as JSON.
 
     x-policy-versions: [{"weights":{"version":41,"term":1,"sync":40},"tokens":[[0,0,31]]},
                         {"weights":{"version":42,"term":1,"sync":42},"tokens":[[0,31,64]]}]
@@ -10,6 +10,9 @@ set `return_weight_versions`. Here all clients get them: a patch reads the outpu
 
 An entry without `tokens` stands for the whole answer. It names the version that was served when the request
 came. This is the only entry before vLLM 0.32, of a streamed answer, and if the header would be too long.
+
+A second header, `x-policy-logprobs`, names vLLM's `logprobs_mode`. At a temperature other than 1, a trainer
+can use only `processed_logprobs`.
 
 A request can demand recent weights. With `x-policy-min-sync: 38`, a server with weights of an earlier sync
 answers 503, so that clients and routers try another server, or the same server later.
@@ -39,13 +42,16 @@ _plain = AsyncLLM.generate
 _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices of each prompt of a request
 
 
-def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
+def version_headers(
+    app: Any, serving: Callable[[], Manifest | None], logprobs_mode: Callable[[], str] = lambda: ""
+) -> Any:
     """ASGI middleware that refuses requests which need newer weights, and adds the header to responses.
 
     A streamed response begins before its versions are known, so its header names only the version served when
     the request came. Its tokens are of this version or newer, unless the owner goes back to an older version.
 
-    `serving` returns the version whose weights are live, or None if no version is served.
+    `serving` returns the version whose weights are live, or None if no version is served. `logprobs_mode`
+    returns vLLM's option of this name, "" if it is not known.
     """
     if hooks.LABELS.works():
         AsyncLLM.generate = _generate
@@ -63,8 +69,9 @@ def version_headers(app: Any, serving: Callable[[], Manifest | None]) -> Any:
         async def send_with_header(message: Any) -> None:
             if message["type"] == "http.response.start":
                 versions = _versions(prompts, live)
-                added = [(b"x-policy-versions", versions.encode())] if versions else []
-                message = {**message, "headers": [*message["headers"], *added]}
+                added = {b"x-policy-versions": versions, b"x-policy-logprobs": logprobs_mode()}
+                found = [(name, value.encode()) for name, value in added.items() if value]
+                message = {**message, "headers": [*message["headers"], *found]}
             await send(message)
 
         return await app(scope, receive, send_with_header)

@@ -45,10 +45,27 @@ class Engine:
     This class cannot start vLLM; a Space's engine overrides `alive`, `serves`, `start` and `stop`.
     """
 
+    _asked_for_sampling: Any = None
+    _sampling: tuple[str, dict[str, float]]
+
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
         """`client`: vLLM's `EngineClient`, which lives in `loop`."""
         self._client = client
         self._loop = loop
+
+    def sampling(self) -> tuple[str, dict[str, float]]:
+        """vLLM's `logprobs_mode`, and its values for sampling parameters that a request leaves out, which may
+        come from the model's `generation_config.json`. "" and {} while vLLM is not running."""
+        client = self._client
+        if client is None:
+            return "", {}
+        if self._asked_for_sampling is not client:  # ask once, because vLLM reads a file for each answer
+            config = client.vllm_config.model_config
+            known = config.get_diff_sampling_param().items()
+            defaults = {name: float(value) for name, value in known if isinstance(value, int | float)}
+            self._sampling = str(config.logprobs_mode), defaults
+            self._asked_for_sampling = client
+        return self._sampling
 
     def describe(self) -> str:
         """The release of vLLM, how it takes commits, and the features that it lacks."""

@@ -120,6 +120,11 @@ class Follower:
         """Look for a new version now."""
         self._watcher.poke()
 
+    @property
+    def logprobs_mode(self) -> str:
+        """vLLM's option of this name; "" before vLLM runs."""
+        return self._engine.sampling()[0]
+
     def report(self, after: int) -> ReplicaReport:
         """What the replica is doing, and its recent commits of versions newer than `after`."""
         serving = self.serving
@@ -139,7 +144,16 @@ class Follower:
         traffic: TrafficEvent | None = None
         with self._counting:
             traffic = traffic_event(self._reader.bucket.ledger.counts(), self._name, self._since)
-        return ReplicaReport(status=status, commits=commits, notice=notice, engine=engine, traffic=traffic)
+        mode, defaults = self._engine.sampling()
+        return ReplicaReport(
+            status=status,
+            commits=commits,
+            notice=notice,
+            engine=engine,
+            traffic=traffic,
+            logprobs_mode=mode,
+            sampling_defaults=defaults,
+        )
 
     def explain(self, error: Exception | None) -> str:
         """Return the text to report for `error` (None: all is well again). A Space overrides this method."""

@@ -18,6 +18,8 @@ def _worker(probe: Probe) -> None:
     probe.find("vllm.v1.worker.worker_base", "WorkerBase")
     probe.accepts(_CLIENT, "AsyncLLM.collective_rpc", "method", "kwargs")
     probe.find("vllm.plugins.endpoint_plugins.interface", "EndpointPlugin")
+    # For the status, which says how log-probabilities are made.
+    probe.attributes("vllm.config", "ModelConfig", "logprobs_mode", "get_diff_sampling_param")
 
 
 def _in_step(probe: Probe) -> None:

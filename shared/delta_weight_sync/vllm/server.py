@@ -1,6 +1,7 @@
 """The `vllm.endpoint_plugins` entry point: runs the follower and its HTTP routes in vLLM's own API server.
 
-    VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=hf://buckets/me/wordle#first vllm serve MODEL
+    VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=hf://buckets/me/wordle#first \\
+        vllm serve MODEL --logprobs-mode processed_logprobs
 
     GET  /delta_weight_sync/status?after=N         the replica's state, and the commits of versions after N
     POST /delta_weight_sync/poke                   look for a new version now
@@ -32,6 +33,7 @@ from delta_weight_sync.records import POLL_S
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PublicKeys
+from delta_weight_sync.vllm import PROCESSED
 from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Commands, Follower
@@ -102,8 +104,13 @@ class Endpoint:
         """Add the version headers, and if there is a run to follow, the HTTP routes."""
         from delta_weight_sync.vllm._version_headers import version_headers  # imports vLLM
 
+        def of_follower(name: str, otherwise: Any) -> Any:
+            return getattr(getattr(app.state, "follower", None), name, otherwise)
+
         app.add_middleware(
-            version_headers, serving=lambda: getattr(getattr(app.state, "follower", None), "serving", None)
+            version_headers,
+            serving=lambda: of_follower("serving", None),
+            logprobs_mode=lambda: of_follower("logprobs_mode", ""),
         )
         if f"{PREFIX}RUN" in os.environ:
             settings = settings_from(os.environ)
@@ -130,6 +137,12 @@ class Endpoint:
             poll_s=settings.poll_s,
         )
         state.follower.start()
+        if (mode := state.follower.logprobs_mode) != PROCESSED:
+            _log.warning(
+                "this vLLM returns %s, which are wrong at a temperature other than 1: for training, start it"
+                " with --logprobs-mode %s",
+                *(mode, PROCESSED),
+            )
         gc.collect()
         gc.freeze()  # else each garbage collection visits all imports, for half a second
 
