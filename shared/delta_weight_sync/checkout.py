@@ -53,6 +53,9 @@ class FollowedVersion:
     manifest: Manifest
     path: Path
 
+    def __repr__(self) -> str:
+        return f"<FollowedVersion {self.version} in {self.path}, digest {self.digest}>"
+
     @property
     def version(self) -> int:
         """The version's number."""
@@ -236,7 +239,12 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
     """
 
     def __init__(self, reader: RunReader, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise errors.FolderError(f"{folder} is a file, or lies in one: name a folder") from None
+        except PermissionError as error:
+            raise errors.FolderError(f"{folder} may not be made ({error}): name another folder") from None
         if not (folder / ".lock").exists() and any(folder.iterdir()):
             raise errors.FolderError(f"{folder} holds other files: name an empty folder, or a new one")
         self.folder = folder.absolute()

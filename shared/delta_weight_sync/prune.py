@@ -50,7 +50,7 @@ class Keep:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse `20GB`, `500MB`, `7d` or `12h`. Raises `ConfigError`."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]B|[HD])", text.upper())
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]B|[HD])", str(text).upper())
         if not match or not (amount := float(match[1]) * _UNITS[match[2]]):
             raise ConfigError(f"{text!r} is neither a size nor an age: write it as 20GB, 7d or 12h")
         return cls(size=amount) if match[2].endswith("B") else cls(age_s=amount)

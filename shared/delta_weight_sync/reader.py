@@ -50,6 +50,11 @@ Problems = dict[str, Exception]  # records that a search for a valid record skip
 
 def split_run(url: str) -> tuple[str, str]:
     """Split `hf://buckets/me/wordle#first` into the bucket's URL and the run's name ("" if there is none)."""
+    if not isinstance(url, str):
+        example = "hf://buckets/<owner>/<name>#<run>"
+        if isinstance(url, Path):
+            example = f"{url.absolute().as_uri()}#<run>"
+        raise errors.ConfigError(f"the URL of a run is of type {type(url).__name__}: write text, {example!r}")
     bucket, _, run = url.partition("#")
     return bucket, run
 

@@ -38,7 +38,10 @@ from delta_weight_sync.publish.plan import HALF, PACKED, Plan, main_dtype
 from delta_weight_sync.records import KEY, MAX_ASSETS
 from delta_weight_sync.signing import SECRET
 
-MERGED: Final = "merge adapters, and publish the plain model, `model.merge_and_unload()`"
+MERGED: Final = (
+    "call `model.merge_adapter()`, publish the tensors of `model.get_base_model()` that have no `lora_` in"
+    " their names, without `.base_layer`, and then call `model.unmerge_adapter()`"
+)
 PEFT: Final = re.compile(r"\.base_layer\.|\.lora_|\.modules_to_save\.")
 _HEAD: Final = "lm_head.weight"
 # Files of a checkpoint that no version has: weights in any format, pages and pictures, and what training left

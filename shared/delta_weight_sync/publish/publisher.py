@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -16,7 +16,7 @@ from delta_weight_sync import errors
 from delta_weight_sync.checkpoint import Bits, Spec, Specs, dtype_of
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import tensor_digest, to_hex
-from delta_weight_sync.prune import Keep
+from delta_weight_sync.publish import arguments
 from delta_weight_sync.publish.base import MERGED, PEFT, Base
 from delta_weight_sync.publish.hub_copy import HubCopy
 from delta_weight_sync.publish.mirror import Place
@@ -112,6 +112,7 @@ class Publisher:
         self.log: RunLogWriter | None = None
         self._writer: RunWriter | None = None
         self._begun = False  # whether `publish` was called
+        self._closed = False
         self._continued = 0  # the newest version when the run was opened
         self._found: FoundState | None = None
         self._start: Base | None = None  # only on the main rank
@@ -121,9 +122,15 @@ class Publisher:
         self._peers = peers or Peers()
         self._resources = contextlib.ExitStack()
         with self._peers.fail_together():
-            _require_allowed("mirror", mirror, Place)
-            _require_allowed("encoding", encoding, Encoding)
-            kept = Keep.parse(keep) if keep else None
+            kept = arguments.check(
+                url,
+                base,
+                encoding=encoding,
+                mirror=mirror,
+                keep=keep,
+                state_minutes=state_minutes,
+                on_version=on_version,
+            )
             if self._peers.main:
                 self._open(url, base, trust_remote_code, signing_key, on_version)
         # If this body fails on any rank, `stack` closes what `_open` and the body have opened on this rank.
@@ -157,7 +164,7 @@ class Publisher:
     def __repr__(self) -> str:
         version = "no version yet" if self._outbox.version is None else f"version {self._outbox.version}"
         place = f"{self.reader.bucket.url}#{self.reader.keys.run}"
-        return f"<Publisher of {place}: {version}, sync {self.sync}>"
+        return f"<Publisher of {place}: {version}, sync {self.sync}{', closed' * self._closed}>"
 
     @property
     def is_main(self) -> bool:
@@ -191,6 +198,9 @@ class Publisher:
         Raises:
             CodecError: The run is of another model, or a weight cannot be published.
         """
+        self._require_open()
+        weights = arguments.named(weights)
+        step = arguments.whole_step(step, 0)
         plan = self._planned(weights)
         with self._peers.fail_together():
             if self._outbox.version is not None:
@@ -215,15 +225,19 @@ class Publisher:
                 iterable or mapping of names and tensors. The names are those of the model or of the
                 checkpoint. Each call must have the same names. Float tensors are rounded to the dtype that
                 versions hold them in, usually bf16.
-            step: Number of this sync, stored in the version; by default syncs are counted from 1.
+            step: Number of this sync, stored in the version; by default syncs are counted from 1. It must not
+                fall.
 
         Raises:
+            ConfigError: This publisher is closed, `weights` are no named tensors, or `step` falls.
             CheckpointError, CodecError: A tensor cannot be published exactly. The message names
                 it and the fix.
             FencedError, AccessDeniedError: Another trainer took over, or the store denied access, in this
                 call or in the background.
         """
-        self.sync = self.sync + 1 if step is None else step
+        self._require_open()
+        weights = arguments.named(weights)
+        self.sync = self.sync + 1 if step is None else arguments.whole_step(step, self.sync)
         first = not self._begun
         self._begun = True
         if first and self._continued and self.resumed_from is None:
@@ -257,6 +271,7 @@ class Publisher:
         Raises:
             StateError: The run has versions after version 0 but no state.
         """
+        self._require_open()
         self._found = find_state(self.reader, self._outbox, self._peers, Scratch())
         self.resumed_from = self._found.record if self._found else None
         return self.resumed_from
@@ -322,6 +337,7 @@ class Publisher:
             TimeoutError: With `final`, the upload of the earlier state takes longer than ten minutes.
             DeltaWeightSyncError: The first state could not be uploaded.
         """
+        self._require_open()
         if final:
             with self._peers.fail_together():
                 self._saver.wait(_TIMEOUT_S)
@@ -389,6 +405,7 @@ class Publisher:
         Raises:
             TimeoutError: The upload of a state takes too long.
         """
+        self._closed = True
         self._resources.close()
         self._saver.wait(_TIMEOUT_S)
 
@@ -408,6 +425,12 @@ class Publisher:
         finally:
             with contextlib.suppress(*(errors.DeltaWeightSyncError, TimeoutError) if kind else ()):
                 self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise errors.ConfigError(
+                "this Publisher is closed: publish inside of its `with` block, or open another Publisher"
+            )
 
     def _planned(self, weights: Model) -> Plan:
         """Plan how the trainer's tensors become those of a version. All ranks call this together."""
@@ -565,7 +588,7 @@ def checkpoint_weights(weights: Model, plan: Plan | None = None) -> Weights:
 
 def _items(weights: Model, plan: Plan | None) -> Weights:
     if isinstance(weights, Mapping):
-        yield from weights.items()
+        yield from arguments.pairs(weights.items())
     elif isinstance(weights, torch.nn.Module):
         yield from weights.named_parameters()
         for path, module in weights.named_modules():
@@ -575,7 +598,7 @@ def _items(weights: Model, plan: Plan | None) -> Weights:
                 if buffer is not None and key not in module._non_persistent_buffers_set and not lacking:
                     yield name, buffer
     else:
-        yield from weights
+        yield from arguments.pairs(weights)
 
 
 def _transformers_model(weights: Model) -> Any:
@@ -584,8 +607,3 @@ def _transformers_model(weights: Model) -> Any:
     while (inner := getattr(model, "module", None) or getattr(model, "_orig_mod", None)) is not None:
         model = inner
     return model
-
-
-def _require_allowed(argument: str, value: str, kind: Any) -> None:
-    if value not in (known := get_args(kind)):
-        raise errors.ConfigError(f"{argument} is {value!r}, not one of {', '.join(map(repr, known))}")

@@ -222,7 +222,8 @@ def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Scratch)
         if newest and newest.version > 0:
             raise StateError(
                 f"run {reader.keys.run!r} has versions up to {newest.version}, but no state to resume from:"
-                " start again from the base (`--fresh`), or from a checkout of the newest version"
+                " to start again from the base, do not resume (call no `restore`; `trainer.train` has"
+                " --fresh), or choose another run name"
             )
     if newest := peers.exchange(newest)[0]:  # version 0: the first sync repeats it if the base is the same
         outbox.repeated = RepeatedSyncs({newest.sync: newest.digest})

@@ -69,6 +69,11 @@ class Manifest(Sealed):
     total: Count  # words of the model: elements, but two for a float32 element, and four for an int64
     full_bytes: Count  # bytes of all weights
 
+    def __repr__(self) -> str:
+        changed = f"{self.changed:,} of {self.total:,} words changed" if self.version else "all words"
+        what = f"version {self.version}, sync {self.sync}, {changed}, digest {self.digest}"
+        return f"<Manifest of run {self.run!r}: {what}>"
+
     @field_serializer("anchor")
     def _short_anchor(self, anchor: AnchorRef) -> dict[str, Any]:
         usual = f"{anchor.version:08d}.{self._writer_name}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from delta_weight_sync.codec import Encoding
+from delta_weight_sync.publish import arguments
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.publisher import Publisher
 from delta_weight_sync.publish.sharding import Peers
@@ -26,6 +27,10 @@ class BucketWeightTransfer:
     replica commits by itself once it has the delta, between two steps of vLLM. (If its release of vLLM cannot
     do that, the replica pauses vLLM.) The run opens when training begins, on TRL's main process only.
 
+    TRL's settings of sampling must be those that its loss computes: any temperature, without top_p, top_k,
+    min_p and penalties. Other settings raise a `ConfigError` when TRL's trainer is made. With a temperature
+    other than 1, vLLM needs `--logprobs-mode processed_logprobs`; this is asked before the first rollout.
+
     Args:
         url: As for `Publisher`.
         base: As for `Publisher`.
@@ -34,6 +39,7 @@ class BucketWeightTransfer:
 
     Raises:
         CompatibilityError: This release of TRL cannot be patched.
+        ConfigError: An argument has a value that is not allowed.
     """
 
     def __init__(
@@ -51,6 +57,15 @@ class BucketWeightTransfer:
     ) -> None:
         from delta_weight_sync.trl import patches  # imports TRL
 
+        arguments.check(
+            url,
+            base,
+            encoding=encoding,
+            mirror=mirror,
+            keep=keep,
+            state_minutes=0.0,
+            on_version=on_version,
+        )
         patches.install()
         self._open = functools.partial(
             Publisher,
