@@ -1,7 +1,8 @@
 """TRL's asynchronous GRPO with a vLLM that shares nothing with the trainer but a bucket.
 
     export RUN=hf://buckets/me/short#first
-    VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=$RUN vllm serve Qwen/Qwen3-0.6B
+    export VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=$RUN
+    vllm serve Qwen/Qwen3-0.6B --logprobs-mode processed_logprobs
     python docs/examples/trl_script.py Qwen/Qwen3-0.6B $RUN http://localhost:8000
 
 vLLM may be on any machine that can read the bucket. To try this on a CPU, replace Qwen/Qwen3-0.6B by

@@ -28,7 +28,7 @@ from delta_weight_sync.publish.states import usable_states
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import DoneEvent, RunLogReader
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.trl import patches
+from delta_weight_sync.trl import patches, sampling
 from delta_weight_sync.trl.trainer import Progress
 from tests.support import tiny_policy as tiny
 from tests.support.trainer_lives import live
@@ -305,6 +305,18 @@ def test_only_the_addresses_are_missing(name, tmp_path):
         assert config.max_completion_length == 1024
         turns = config.max_tool_calling_iterations + 1
         assert config.token_budget > turns * config.max_completion_length + 500, "the longest game fits"
+
+
+def test_the_imitated_policy_plays_32_words_16_times_in_each_step(tmp_path):
+    """The scale of prime-rl's example, which its header names."""
+    name = str(CONFIGS / "wordle_imitated.yaml")
+    options = ["--config", name, "--bf16", "false", "--output_dir", str(tmp_path), "--model", "imitated"]
+    script, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config([*options, *WHERE.split()])
+    games = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    assert (games, config.num_generations) == (32 * 16, 16)
+    assert config.per_device_train_batch_size % config.num_generations == 0, "no group is divided"
+    assert script.prompt == "Play Wordle.", "as in the imitation"
+    sampling.require_exact(vars(config))
 
 
 @pytest.mark.parametrize(("name", "width"), [("qwen3_0_6b", 1024), ("qwen3_1_7b", 2048)])
