@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -71,6 +71,16 @@ class Server:
     def wait_for(self, version: int) -> dict[str, Any]:
         """Block until it serves `version`; returns its status."""
         return self.wait_until(lambda status: status["version"] == version, f"version {version}")
+
+    def wait_until_healthy(self) -> None:
+        """Block until it answers, for one that follows no run yet."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health").is_success:
+                    return
+            time.sleep(0.2)
+        raise AssertionError(f"no answer; see {self._log}")
 
     def wait_until(self, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         deadline = time.monotonic() + PATIENCE_S
@@ -137,18 +147,24 @@ def engine_of(replica: Replica) -> psutil.Process:
 
 
 @contextmanager
-def served(model: Path, run: str, folder: Path, **options: Any) -> Iterator[Server]:
-    """A vLLM as anyone starts one, which follows a run because its environment says so; no app is in it."""
+def served(
+    model: Path, run: str, folder: Path, environ: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[Server]:
+    """A vLLM as anyone starts one, which follows a run because its environment says so; no app is in it.
+
+    Without a `run`, it waits until a trainer names one.
+    """
     port = free_port()
     environment = {
         "VLLM_PLUGINS": "delta_weight_sync",
-        "DELTA_WEIGHT_SYNC_RUN": run,
+        **({"DELTA_WEIGHT_SYNC_RUN": run} if run else {}),
         "DELTA_WEIGHT_SYNC_KEY": KEY,
         "DELTA_WEIGHT_SYNC_POLL_S": "0.1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "DELTA_WEIGHT_SYNC_FOLDER": str(folder),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",  # as the other replica: another number adds up in another order
+        **(environ or {}),
     }
     options |= {"model": model, "port": port, "host": "127.0.0.1", "dtype": "bfloat16"}
     options |= {"served-model-name": "policy", "distributed-executor-backend": _IN_PROCESS}
@@ -156,7 +172,7 @@ def served(model: Path, run: str, folder: Path, **options: Any) -> Iterator[Serv
     serve = _OLDER if metadata.version("vllm-cpu") < "0.29" else _SERVE
     command = [sys.executable, "-c", serve, *words, "--enforce-eager", *SMALL_CACHE.split()]
     with Server(command, environment, folder / "vllm.log", port) as server:
-        server.wait_until(lambda _: True, "answer")
+        server.wait_until(lambda _: True, "answer") if run else server.wait_until_healthy()
         yield server
 
 

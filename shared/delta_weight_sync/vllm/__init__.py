@@ -1,10 +1,12 @@
 """The part of the library that runs inside vLLM and brings versions from the bucket into live parameters."""
 
+import os
 from typing import Any
 
 from delta_weight_sync import compat
 from delta_weight_sync.vllm import hooks
 
+BACKEND = "delta_weight_sync"  # name of the plugin, and of the backend for vLLM's weight transfer API
 METHOD = "delta_weight_sync"  # name of the method that the plugin adds to every vLLM worker: see `worker`
 PAUSE = "DELTA_WEIGHT_SYNC_PAUSE"
 # The name under which the Space serves the policy, and under which `trainer` asks for it. It is stated here,
@@ -22,6 +24,11 @@ def commits_between_steps() -> bool:
         return True
     hooks.PAUSED.require()
     return False
+
+
+def is_named() -> bool:
+    """Whether VLLM_PLUGINS names the plugin. Otherwise the plugin changes nothing of vLLM."""
+    return BACKEND in os.environ.get("VLLM_PLUGINS", "").split(",")
 
 
 def takes_images(model_config: Any) -> bool:

@@ -73,6 +73,22 @@ def _labels(probe: Probe) -> None:
     probe.find(_CLIENT, "AsyncLLM.generate")
 
 
+def _transfer(probe: Probe) -> None:
+    """`transfer` registers a backend, and answers the server's calls for it by the follower. (vllm/0004
+    begins to let a backend answer; vLLM must also generate while the backend waits.)"""
+    factory = "vllm.distributed.weight_transfer.factory"
+    probe.accepts(factory, "WeightTransferEngineFactory.register_engine", "name", "class_name")
+    probe.accepts(factory, "WeightTransferTrainerFactory.trainer_init", "init_info", "client", "source")
+    probe.find("vllm.distributed.weight_transfer.base", "TrainerInitInfo")
+    probe.find("vllm.config.weight_transfer", "WeightTransferConfig")
+    # The methods of the server's client that are answered.
+    for name in ("init_weight_transfer_engine", "update_weights"):
+        probe.exactly(_CLIENT, f"AsyncLLM.{name}", "self", "request")
+    for name in ("start_weight_update", "shutdown_weight_transfer_engine"):
+        probe.exactly(_CLIENT, f"AsyncLLM.{name}", "self")
+    probe.exactly(_CLIENT, "AsyncLLM.finish_weight_update", "self", "weight_version")
+
+
 def _engines(probe: Probe) -> None:
     """`engine` collects the answers of all engines."""
     probe.find("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_all_async")
@@ -140,6 +156,14 @@ LABELS = Feature(
     since="0.32",
     upstream="vllm/0002",
 )
+TRANSFER = Feature(
+    VLLM,
+    "the backend `delta_weight_sync` of vLLM's weight transfer API",
+    _transfer,
+    without="that backend does not exist; a replica that follows DELTA_WEIGHT_SYNC_RUN works",
+    since="0.32",
+    upstream="vllm/0004",
+)
 ENGINES = Feature(
     VLLM,
     "replicas of several data-parallel engines",
@@ -200,6 +224,7 @@ FEATURES: tuple[Feature, ...] = (
     IN_STEP,
     PAUSED,
     LABELS,
+    TRANSFER,
     ENGINES,
     DERIVED,
     CPU,

@@ -1,9 +1,10 @@
 """The `vllm.general_plugins` entry point, which makes stock vLLM able to take commits.
 
-If the variable VLLM_PLUGINS is not set, vLLM loads every installed plugin. This plugin patches vLLM, so it
-does nothing unless VLLM_PLUGINS names it.
+If the variable VLLM_PLUGINS is not set, vLLM loads every installed plugin. This plugin patches vLLM. So
+unless VLLM_PLUGINS names it, it only registers the weight transfer backend, which then says what is missing.
 """
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -12,9 +13,9 @@ import sys
 from delta_weight_sync import compat
 from delta_weight_sync.ending import die_with_parent
 from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks
+from delta_weight_sync.vllm import BACKEND as NAME
+from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks, is_named
 
-NAME = "delta_weight_sync"
 _log = logging.getLogger(NAME)
 
 
@@ -24,7 +25,9 @@ def register() -> None:
     if not _log.handlers:  # vLLM's server would drop our log lines, so use vLLM's handler
         _log.parent = logging.getLogger("vllm")
     parent = multiprocessing.parent_process()
-    if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
+    if hooks.TRANSFER.works():
+        _register_backend()
+    if not is_named():
         if "DELTA_WEIGHT_SYNC_RUN" in os.environ and parent is None:
             _log.warning("this vLLM follows no run: DELTA_WEIGHT_SYNC_RUN also needs VLLM_PLUGINS=%s", NAME)
         return
@@ -58,6 +61,15 @@ def register() -> None:
         from delta_weight_sync.vllm import cpu
 
         cpu.install()
+
+
+@functools.cache  # vLLM refuses to register a name twice
+def _register_backend() -> None:
+    """Add the backend to vLLM's registry, by name: its module is imported only by who chooses it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    module = "delta_weight_sync.vllm.transfer"
+    WeightTransferEngineFactory.register_engine(NAME, module, "DeltaWeightTransferEngine")
 
 
 def _call(worker: object, **call: object) -> object:

@@ -8,6 +8,9 @@
     POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
     POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
 
+A trainer may name the run instead of DELTA_WEIGHT_SYNC_RUN, by vLLM's own API for weight transfer, if vLLM's
+options and VLLM_SERVER_DEV_MODE=1 allow that; see `transfer`.
+
 The routes with a header exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs the key, too. If a
 setting is wrong, vLLM ends with one sentence before it loads its engine. Later errors are in status and log.
 """
@@ -22,18 +25,26 @@ import re
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from threading import Lock
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from delta_weight_sync.errors import BucketMissingError, BucketUnreachableError, ProtocolError, SettingsError
+from delta_weight_sync import compat
+from delta_weight_sync.errors import (
+    BucketMissingError,
+    BucketUnreachableError,
+    ConfigError,
+    ProtocolError,
+    SettingsError,
+)
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.records import POLL_S
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PublicKeys
-from delta_weight_sync.vllm import PROCESSED
+from delta_weight_sync.vllm import PROCESSED, hooks
 from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Commands, Follower
@@ -112,45 +123,100 @@ class Endpoint:
             serving=lambda: of_follower("serving", None),
             logprobs_mode=lambda: of_follower("logprobs_mode", ""),
         )
-        if f"{PREFIX}RUN" in os.environ:
-            settings = settings_from(os.environ)
+        settings = settings_from(os.environ) if f"{PREFIX}RUN" in os.environ else None
+        if settings:
             app.state.delta_weight_sync = settings
-            app.include_router(_router(settings.key), prefix="/delta_weight_sync")
+        if settings or compat.is_set("VLLM_SERVER_DEV_MODE"):
+            key = settings.key if settings else os.environ.get(f"{PREFIX}KEY", "")
+            app.include_router(_router(key), prefix="/delta_weight_sync")
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the follower, in only one of the processes that serve this engine."""
         if hasattr(state, "follower"):
             return
         settings: Settings | None = getattr(state, "delta_weight_sync", None)
-        if settings is None:
+        chosen = hooks.TRANSFER.works() and _chosen(engine_client)
+        if settings is None and not chosen:
             _log.warning("this vLLM follows no run: set %sRUN, or leave out VLLM_PLUGINS", PREFIX)
             return
-        if engine_client.vllm_config.parallel_config._api_process_rank > 0:
-            return
-        state.scratch = Scratch()
-        own = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else None
-        state.follower = Follower(
-            open_run(settings.run, public_key=settings.public_key or None),
-            Engine(engine_client, asyncio.get_running_loop()),
-            name=settings.name,
-            folder=own or state.scratch.path,
-            poll_s=settings.poll_s,
-        )
-        state.follower.start()
-        if (mode := state.follower.logprobs_mode) != PROCESSED:
-            _log.warning(
-                "this vLLM returns %s, which are wrong at a temperature other than 1: for training, start it"
-                " with --logprobs-mode %s",
-                *(mode, PROCESSED),
-            )
+        if chosen:
+            _answer_trainers(engine_client, state, asyncio.get_running_loop())
+        if settings and engine_client.vllm_config.parallel_config._api_process_rank == 0:
+            _start(engine_client, state, settings, asyncio.get_running_loop())
         gc.collect()
         gc.freeze()  # else each garbage collection visits all imports, for half a second
+
+
+def _start(client: Any, state: Any, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+    """Start a follower of the run that the settings name, as `state.follower`."""
+    state.scratch = Scratch()
+    own = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else None
+    follower = Follower(
+        open_run(settings.run, public_key=settings.public_key or None),
+        Engine(client, loop),
+        name=settings.name,
+        folder=own or state.scratch.path,
+        poll_s=settings.poll_s,
+    )
+    follower.start()
+    state.follower = follower
+    if follower.logprobs_mode != PROCESSED:
+        _log.warning(
+            "this vLLM returns %s, which are wrong at a temperature other than 1: for training, start it"
+            " with --logprobs-mode %s",
+            *(follower.logprobs_mode, PROCESSED),
+        )
+
+
+def _chosen(client: Any) -> bool:
+    from delta_weight_sync.vllm.transfer import is_chosen  # imports vLLM
+
+    return is_chosen(client)
+
+
+def _answer_trainers(client: Any, state: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """Let the follower answer vLLM's calls for weight transfer. A trainer may name the run."""
+    from delta_weight_sync.vllm.transfer import Updates, answer_by
+
+    turn = Lock()
+    configured: Settings | None = getattr(state, "delta_weight_sync", None)
+    told = list[Settings]()  # the settings of a follower that a trainer asked for
+
+    def follow(run: str) -> None:
+        with turn:
+            followed = next(iter(told), configured)
+            if followed and followed.run != run:
+                raise ConfigError(
+                    f"this vLLM follows {followed.run}, not {run}: "
+                    + (
+                        "set DELTA_WEIGHT_SYNC_RUN to your run"
+                        if configured
+                        else "shut that transfer down first"
+                    )
+                )
+            if followed:
+                return
+            settings = settings_from({**os.environ, f"{PREFIX}RUN": run})
+            check(settings)
+            _start(client, state, settings, loop)
+            told.append(settings)
+
+    def unfollow() -> None:
+        with turn:
+            if told:
+                state.follower.stop()
+                state.follower = None
+                told.clear()
+
+    answer_by(Updates(lambda: getattr(state, "follower", None), follow, unfollow), client)
+    if not configured:
+        _log.info("this vLLM follows the run that a trainer names by vLLM's API for weight transfer")
 
 
 async def _follower(request: Request) -> Follower:
     follower: Follower | None = getattr(request.app.state, "follower", None)
     if follower is None:
-        raise HTTPException(503, "another process of this server follows the run: repeat the request")
+        raise HTTPException(503, "no follower runs here: repeat the request, or let a trainer name a run")
     return follower
 
 
