@@ -13,6 +13,7 @@ from delta_weight_sync import errors
 from delta_weight_sync.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
+    from delta_weight_sync.callback import PublishCallback
     from delta_weight_sync.checkout import FollowedVersion, FollowedVersions, follow
     from delta_weight_sync.publish.publisher import Publisher
     from delta_weight_sync.publish.sharding import Peers
@@ -33,6 +34,7 @@ __all__ = [
     "FollowedVersions",
     "Manifest",
     "Peers",
+    "PublishCallback",
     "Publisher",
     "Recipe",
     "Run",
@@ -53,6 +55,7 @@ _HOMES = {
     "FollowedVersions": "delta_weight_sync.checkout",
     "Manifest": "delta_weight_sync.records",
     "Peers": "delta_weight_sync.publish.sharding",
+    "PublishCallback": "delta_weight_sync.callback",
     "Publisher": "delta_weight_sync.publish.publisher",
     "Recipe": "delta_weight_sync.records",
     "Run": "delta_weight_sync.run",
@@ -64,6 +67,7 @@ _HOMES = {
 _EXTRAS = {
     "BucketWeightTransfer": "trl",
     "Peers": "torch",
+    "PublishCallback": "trl",
     "Publisher": "torch",
     "StateRecord": "torch",
     "UndoLog": "torch",
