@@ -9,6 +9,7 @@ import contextvars
 import ctypes
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -163,7 +164,14 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     _env_tools: dict[str, Any]
 
     def __init__(
-        self, fleet: Fleet, term: int, max_staleness: int, progress: Progress | None, nice: int, **kwargs: Any
+        self,
+        fleet: Fleet,
+        term: int,
+        max_staleness: int,
+        progress: Progress | None,
+        nice: int,
+        fork_threshold_tokens: int = 1024,  # as in TRL
+        **kwargs: Any,
     ) -> None:
         """Skips the finished prompts of `progress`. `nice`: how far to lower this process's priority."""
         os.nice(nice)
@@ -172,7 +180,8 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         self._max_staleness = max_staleness
         self._prompts, self._later = (progress.prompts, progress.later) if progress else (0, ())
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until the rollout is scored
-        super().__init__(**kwargs)
+        self._forks_at = fork_threshold_tokens
+        super().__init__(fork_threshold_tokens=fork_threshold_tokens, **kwargs)
         # Convert tools and template once. TRL would do this in each turn, which takes longer than a request.
         if self.environment_factories is not None:
             self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
@@ -194,7 +203,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         finally:
             self._router.ended(conversation.replica)
         if sequences := rollout[2]:
-            self._rows[sequences[0].rollout_id] = conversation.rows(self._fork_threshold_tokens)
+            self._rows[sequences[0].rollout_id] = conversation.rows(self._forks_at)
         return rollout
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
@@ -289,7 +298,7 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._model_version_value = self._mp_ctx.Value(Syncs)
+        self._model_version_value = multiprocessing.get_context("spawn").Value(Syncs)
 
     def inherit(self, sync: int) -> None:
         """Accept the earlier trainer's syncs up to `sync`: at these, both trainers had the same weights."""

@@ -4,11 +4,15 @@ import multiprocessing
 import socket
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from trl.experimental.async_grpo import async_grpo_trainer
 
 from delta_weight_sync import RolloutError
 from delta_weight_sync.trl import patches, trainer
+from tests.support import tiny_policy as tiny
 from tests.support.http_server import answering
 
 
@@ -55,6 +59,23 @@ def test_a_process_that_died_while_it_waited_does_not_keep_the_trainer():
     worker = SimpleNamespace(_process=alive, _stop_event_mp=event)
     patches.stop(worker)
     assert (alive.is_alive(), worker._process) == (False, None)
+
+
+def test_a_merged_model_is_handed_over_as_trl_does_it(tmp_path):
+    """TRL's own function is private; ours must yield the same tensors under the same names, in its order."""
+    tiny.build(tmp_path, tie=False)
+    adapters = [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
+        {"target_modules": ["v_proj"], "use_dora": True},
+    ]
+    for options in adapters:
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+        model = peft.get_peft_model(plain, peft.LoraConfig(**options))
+        theirs = [*async_grpo_trainer._iter_vllm_named_params(model)]
+        ours = [*trainer.merged_weights(model)]
+        assert [name for name, _ in ours] == [name for name, _ in theirs]
+        assert all(mine is other for (_, mine), (_, other) in zip(ours, theirs, strict=True))
 
 
 def _wait(ready, event):

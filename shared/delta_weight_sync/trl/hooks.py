@@ -4,28 +4,35 @@ Each function looks for the code of one feature. Its docstring says what the lib
 which change in upstream/ would end that. TRL is imported only when a feature is asked for.
 """
 
+import importlib.util
+
 from delta_weight_sync.compat import Feature, Package, Probe
 
 TRL = Package(("trl",), tested=("1.16",), extra="trl")
 _TRAINER = "trl.experimental.async_grpo.async_grpo_trainer"
 _ROLLOUTS = "trl.experimental.async_grpo.async_rollout_worker"
 _PACKING = "trl.experimental.async_grpo.packing"
+# Where TRL 1.18 has the trainer, according to its release notes. It takes no `weight_transfer`.
+_MOVED_TRAINER = "trl.trainer.async_grpo_trainer"
 
 
 def _transfer(probe: Probe) -> None:
-    """`BucketWeightTransfer` is passed to TRL's trainer, and receives the weights."""
+    """`BucketWeightTransfer` is passed to TRL's trainer, and receives the weights. Where the trainer has
+    moved, the new place is looked at first, so that the message names what is really missing."""
+    if _exists(_MOVED_TRAINER) and not _exists(_TRAINER):
+        probe.accepts(_MOVED_TRAINER, "AsyncGRPOTrainer.__init__", "weight_transfer")
+        probe.find(_TRAINER, "AsyncGRPOTrainer")
+        return
     probe.accepts(_TRAINER, "AsyncGRPOTrainer.__init__", "weight_transfer")
     probe.attributes(_TRAINER, "AsyncGRPOTrainer", "weight_transfer")
     probe.exactly(_TRAINER, "WeightTransferProtocol.send_weights", "self", "iterator")
 
 
 def _every_rank(probe: Probe) -> None:
-    """`trainer` overrides `_streaming_iter`, counts syncs and trained prompts, and merges adapters. (trl/0001
-    would hand the weights of every rank to a weight transfer.)"""
+    """`trainer` overrides `_streaming_iter`, and counts syncs and trained prompts. (trl/0001 would hand the
+    weights of every rank to a weight transfer.)"""
     probe.exactly(_TRAINER, "AsyncGRPOTrainer._streaming_iter", "self")
     probe.calls(_TRAINER, "AsyncGRPOTrainer._sync_weight_merged", "_streaming_iter")
-    probe.exactly(_TRAINER, "_iter_vllm_named_params", "model")
-    probe.find(_TRAINER, "is_peft_model")
     counters = "model_version", "_trained_groups", "_last_groups_trained"
     probe.attributes(_TRAINER, "AsyncGRPOTrainer", *counters)
 
@@ -63,6 +70,13 @@ def _replicas(probe: Probe) -> None:
     probe.attributes(_ROLLOUTS, "RolloutSample", "model_version")
     probe.attributes(_ROLLOUTS, "AsyncRolloutWorker", "_loop_cls", "_model_version_value")
     probe.find(_PACKING, "TreeRow")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a parent package is missing
+        return False
 
 
 TRANSFER = Feature(TRL, "`BucketWeightTransfer`", _transfer)

@@ -12,6 +12,7 @@ from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.publisher import Publisher
 from delta_weight_sync.publish.sharding import Peers
 from delta_weight_sync.records import Manifest
+from delta_weight_sync.trl import hooks
 
 
 class BucketWeightTransfer:
@@ -55,7 +56,8 @@ class BucketWeightTransfer:
         signing_key: str | Path | None = None,
         on_version: Callable[[Manifest], object] | None = None,
     ) -> None:
-        from delta_weight_sync.trl import patches  # imports TRL
+        hooks.TRANSFER.require()  # before TRL's modules are imported, which have moved in 1.18
+        from delta_weight_sync.trl import patches
 
         arguments.check(
             url,
