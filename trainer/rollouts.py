@@ -295,6 +295,7 @@ class Syncs(ctypes.Structure):
 class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
     _loop_cls = ReplicaRolloutLoop
     _process: Any
+    _model_version_value: Any  # memory of the type `Syncs`
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

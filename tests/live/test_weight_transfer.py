@@ -7,11 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from delta_weight_sync.errors import EngineError
 from delta_weight_sync.reader import open_run
-from delta_weight_sync.vllm import BACKEND, hooks
+from delta_weight_sync.vllm import BACKEND, PAUSE, hooks
 from delta_weight_sync.weight_transfer import DeltaTrainerInitInfo
 from tests.live.replica import PROMPTS, Server, ask, greedy, order, served
 
@@ -28,7 +29,8 @@ pytestmark = [
 
 
 def test_vllms_example_runs_by_the_name_of_the_backend(tmp_path: Path):
-    """Ten updates to two servers, which generate meanwhile; then one that loads the last version afresh."""
+    """Ten updates to two servers, which generate meanwhile; then one that loads the last version afresh. The
+    second server commits in a pause of its own."""
     policy = shutil.copytree(ROOT / "trainer/policies/wordle-tiny", tmp_path / "policy")
     main = runpy.run_path(str(ROOT / "docs/examples/vllm_rl.py"))["main"]
     url = f"{(tmp_path / 'bucket').as_uri()}#rl"
@@ -37,7 +39,7 @@ def test_vllms_example_runs_by_the_name_of_the_backend(tmp_path: Path):
         folder.mkdir()
     with (
         served(policy, "", folders[0], environ=DEV, **OPTIONS) as first,
-        served(policy, "", folders[1], environ=DEV, **OPTIONS) as second,
+        served(policy, "", folders[1], environ=DEV | {PAUSE: "1"}, **OPTIONS) as second,
     ):
         _is_refused_before_a_run_is_named(first)
         before = greedy(first.url)
@@ -58,7 +60,7 @@ def test_vllms_example_runs_by_the_name_of_the_backend(tmp_path: Path):
         open_run(url).checkout(newest, tmp_path / "checkout")
         with served(tmp_path / "checkout", url, folders[2], **{"max-model-len": 256}) as fresh:
             assert greedy(fresh.url) == after
-        _says_why_it_refuses(first, url, policy)
+        _says_why_it_refuses(first, second, url, policy)
 
 
 class Generating:
@@ -96,16 +98,18 @@ def _is_refused_before_a_run_is_named(server: Server) -> None:
     assert "call init_weight_transfer_engine first" in refused.text
 
 
-def _says_why_it_refuses(server: Server, url: str, policy: Path) -> None:
+def _says_why_it_refuses(server: Server, second: Server, url: str, policy: Path) -> None:
     """A trainer gets the server's sentence: another run, a version that never comes, a server on hold."""
-    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    client = runpy.run_path(str(ROOT / "docs/examples/vllm_rl.py"))["EveryServer"]
+    from vllm.distributed.weight_transfer import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     def engine(run: str):
         return WeightTransferTrainerFactory.trainer_init(
             DeltaTrainerInitInfo(run, base=policy, rank=0, timeout_s=60.0),
-            client=HTTPVLLMWeightSyncClient(server.url),
-            source=ModuleSource(AutoModelForCausalLM.from_pretrained(policy)),
+            client=client((server.url, second.url)),
+            source=ModuleSource(model),
         )
 
     with pytest.raises(EngineError, match=r"this vLLM follows file://.*#rl, not file://.*#other"):
@@ -113,9 +117,20 @@ def _says_why_it_refuses(server: Server, url: str, policy: Path) -> None:
     again = engine(url)  # the trainer was started again
     again.send_weights(UPDATES + 1)
     assert server.status()["status"]["digest"] == open_run(url).manifest().digest
+    # vLLM's own examples pause the server around an update. It stays paused until they resume it.
+    before = greedy(server.url)
+    for each in (server, second):
+        httpx.post(f"{each.url}/pause", params={"mode": "keep"}).raise_for_status()
+    with torch.no_grad():
+        model.model.norm.weight *= 2
+    again.send_weights(UPDATES + 2)
+    for each in (server, second):
+        assert httpx.get(f"{each.url}/is_paused").json() == {"is_paused": True}
+        httpx.post(f"{each.url}/resume").raise_for_status()
+    assert before != greedy(server.url) == greedy(second.url)
     assert order(server, "pause").status_code == 200
     with pytest.raises(EngineError, match="paused: newer versions wait until you resume this replica"):
-        again.send_weights(UPDATES + 2)
+        again.send_weights(UPDATES + 3)
     assert order(server, "resume").status_code == 200
     again.shutdown()
     future = {"version": 999, "digest": "0" * 16, "timeout_s": 0.1}

@@ -31,8 +31,8 @@ FILES = {
     "trl-1.18.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: trl\nVersion: 1.18.0\n",
 }
 SENTENCE = (
-    "trl 1.18.0 has no AsyncGRPOTrainer.__init__ with weight_transfer in trl.trainer.async_grpo_trainer, needed"
-    " for `BucketWeightTransfer`: pip install 'trl==1.16.*'"
+    "trl 1.18.0 has no AsyncGRPOTrainer.__init__ with weight_transfer in trl.trainer.async_grpo_trainer,"
+    " needed for `BucketWeightTransfer`: pip install 'trl==1.16.*'"
 )
 
 

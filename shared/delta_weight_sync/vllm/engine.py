@@ -118,6 +118,7 @@ class Engine:
     async def _commit_while_paused(self, digest: str, label: str) -> tuple[float, float, float]:
         """Commit by vLLM's own calls, which drop all keys and values before anything is written."""
         started = time.perf_counter()
+        held = await self._client.is_paused()  # by somebody else, who will also resume it
         await self._client.pause_generation(mode="keep", clear_cache=False)
         try:
             if not await self._client.reset_prefix_cache(reset_running_requests=True):
@@ -125,7 +126,8 @@ class Engine:
             answers = await self._call("commit", digest=digest, label=label)
             await self._client.update_weight_version(label)
         finally:
-            await self._client.resume_generation()
+            if not held:
+                await self._client.resume_generation()
         return time.perf_counter() - started, _largest("commit_s", answers), _largest("live_at", answers)
 
     def relabel(self, label: str) -> None:

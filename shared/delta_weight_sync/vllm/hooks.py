@@ -59,6 +59,7 @@ def _in_step(probe: Probe) -> None:
 def _paused(probe: Probe) -> None:
     """`engine` stops all steps, lets vLLM forget keys and values, labels later tokens, and continues."""
     probe.accepts(_CLIENT, "AsyncLLM.pause_generation", "mode", "clear_cache")
+    probe.find(_CLIENT, "AsyncLLM.is_paused")
     probe.accepts(_CLIENT, "AsyncLLM.reset_prefix_cache", "reset_running_requests")
     probe.find(_CLIENT, "AsyncLLM.update_weight_version")
     probe.find(_CLIENT, "AsyncLLM.resume_generation")
