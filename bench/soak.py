@@ -3,7 +3,7 @@
     python -m bench.soak --minutes 60 -- python -m trainer.demo
 
 Starts the command, looks at it and all its descendants every ten seconds, ends it by SIGTERM when the time is
-over, and holds the second quarter of the time against the last one; the first is for warming up. A visitor
+over, and compares the last quarter of the time with the second; the first is for warming up. A visitor
 opens the dashboard with each look. Says what grew, and fails if anything did or something was left.
 """
 
@@ -26,7 +26,7 @@ import psutil
 EVERY_S = 10.0
 PATIENCE_S = 120.0  # from SIGTERM to the end
 KINDS = ("MB", "files", "sockets", "threads", "processes")
-# What is freed goes back to the system: otherwise glibc keeps a hundred megabytes of it, now more, now less.
+# glibc returns freed memory to the system. Otherwise it keeps around a hundred megabytes, and the sizes jump.
 FRUGAL = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": f"{1 << 17}",

@@ -1,4 +1,4 @@
-"""A bucket in memory that takes as long as the Hub's, with the requests that the real clients make.
+"""The simulated Hub of a fleet, and its clients: they make the real clients' requests, in simulated time.
 
 `tests/bench/test_fleet.py` compares these requests with those of the real clients at the simulated Hub.
 """
@@ -27,14 +27,14 @@ _PAGE = 1000  # entries in one answer of a listing
 _PAUSES = (1, 2, 4, 8, 8)  # seconds between the client's attempts (huggingface_hub's `http_backoff`)
 
 
-class Sized(bytes):
-    """A small content that stands for `size` bytes, and for the changes of `syncs` syncs."""
+class StandIn(bytes):
+    """Stands for a large object of `size` bytes, which holds the changes of `syncs` syncs."""
 
     size: int
     syncs: float
 
     @classmethod
-    def of(cls, content: bytes, size: float, syncs: float = 0.0) -> Sized:
+    def of(cls, content: bytes, size: float, syncs: float = 0.0) -> StandIn:
         """Make one."""
         made = cls(content)
         made.size = int(size)
@@ -81,7 +81,7 @@ class OneMachine:
 
 
 class Hub:
-    """The server: objects, counts and events."""
+    """The simulated server: objects, counts of requests, and events."""
 
     def __init__(self, clock: Clock, rng: random.Random, limits: Limits, event_s: float, lost: float) -> None:
         """An event comes within `event_s` seconds; a share `lost` of them never comes."""
@@ -109,11 +109,11 @@ class Hub:
         self.refused += left < 0
         return left, WINDOW_S - into, left >= 0
 
-    def keep(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes) -> None:
         """Store an object. If it is a HEAD, send an event to each feed; some events are lost."""
         size = len(data)
         etag = f"{self.clock.now:.9f}.{key}"
-        if isinstance(data, Sized):
+        if isinstance(data, StandIn):
             self.syncs[key.rsplit("/", 1)[-1]] = data.syncs
         self.objects[key] = data, store.ObjectInfo(key, size, etag, self.clock.now)
         if "/heads/" in key:
@@ -122,7 +122,7 @@ class Hub:
                 if self.rng.random() >= self._lost:
                     self.clock.call(self.rng.uniform(0, self._event_s), feed.arrived.set)
 
-    def begin(self) -> None:
+    def reset_counts(self) -> None:
         """Set all counts to 0."""
         for counter in (self.kinds, self.windows, self.received):
             counter.clear()
@@ -231,9 +231,9 @@ class SimBucket(store.Bucket):
         self._upload(objects)
         self.request("POST /api/buckets/.../batch", "api")
         for key in receipts or ():
-            self.hub.keep(key, self.hub.uploaded.pop(key))
+            self.hub.put(key, self.hub.uploaded.pop(key))
         for key, data in objects:
-            self.hub.keep(key, data if isinstance(data, bytes) else stand_in(data))
+            self.hub.put(key, data if isinstance(data, bytes) else stand_in(data))
 
     def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         size = sum(store.size_of(data) for _, data in objects)
@@ -360,7 +360,7 @@ class FolderBucket(SimBucket):
     def _put(self, key: str, data: bytes | Path) -> None:
         # Only HEAD takes time: the whole time of its version.
         self._access("write", self._machine.publishes if "/heads/" in key else (0.0,))
-        self.hub.keep(key, data if isinstance(data, bytes) else stand_in(data))
+        self.hub.put(key, data if isinstance(data, bytes) else stand_in(data))
 
     def _stat(self, key: str) -> store.ObjectInfo:
         self._access("look", self._machine.reads)
@@ -376,7 +376,7 @@ class FolderBucket(SimBucket):
             self.hub.objects.pop(key, None)
 
 
-def stand_in(path: Path) -> Sized:
-    """A small content that the bucket keeps instead of a file's content."""
+def stand_in(path: Path) -> StandIn:
+    """What the bucket keeps in the place of a file."""
     size = path.stat().st_size
-    return Sized.of(f"{path.name} {size}".encode(), size)
+    return StandIn.of(f"{path.name} {size}".encode(), size)

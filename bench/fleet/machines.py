@@ -23,7 +23,17 @@ import torch
 from greenlet import getcurrent
 
 from bench.fleet.clock import Clock, Condition, Event, Group, Pipe
-from bench.fleet.hub import UNLIMITED, FolderBucket, Hub, Limits, Link, OneMachine, SimBucket, Sized, stand_in
+from bench.fleet.hub import (
+    UNLIMITED,
+    FolderBucket,
+    Hub,
+    Limits,
+    Link,
+    OneMachine,
+    SimBucket,
+    StandIn,
+    stand_in,
+)
 from delta_weight_sync import cost, reader, records, runlog, util, watch
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
@@ -174,7 +184,7 @@ class Codec:
 
     def encode(
         self, patches: Iterable[Any], _: object, *, base: int, version: int, encoding: Any = "fast", **__: int
-    ) -> Sized:
+    ) -> StandIn:
         """As `codec.encode`."""
         asked = self._scenario
         name = ""
@@ -184,7 +194,7 @@ class Codec:
             syncs = patch.syncs
         seconds = cost.encode_s(asked.params, asked.changes(syncs), encoding)
         self._sleep(seconds / asked.threads / asked.ranks)
-        return Sized.of(
+        return StandIn.of(
             f"{syncs} {base} {version} {name}".encode(), asked.delta_bytes(syncs) / asked.ranks, syncs
         )
 
@@ -559,7 +569,7 @@ class Fleet:
         self.began = self.clock.now
         ends_s = 60 * self.asked.minutes
         self._begun.set()
-        self.hub.begin()
+        self.hub.reset_counts()
         self.sent, self.stored = -sum(bucket.ledger.sent for bucket in self._buckets), -self.hub.stored()
         main_writer.on_version = self._published
 

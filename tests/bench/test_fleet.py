@@ -13,7 +13,7 @@ import pytest
 from bench import demo
 from bench.fleet.__main__ import STANDARD, Figures
 from bench.fleet.clock import Clock, Pipe
-from bench.fleet.hub import Limits, Link, SimBucket, Sized
+from bench.fleet.hub import Limits, Link, SimBucket, StandIn
 from bench.fleet.machines import Fleet, Region, Scenario
 from bench.hub import POLICY
 from bench.results import read
@@ -105,7 +105,7 @@ def test_simulated_clients_make_the_requests_of_the_real_ones(tmp_path, monkeypa
     counted = since(lambda: (name for _, name in fleet.hub.kinds.elements()))
 
     def content(size):
-        return Sized.of(f"{size}".encode(), size)
+        return StandIn.of(f"{size}".encode(), size)
 
     with contextlib.ExitStack() as stack:
         for module, names in fleet.simulated().items():

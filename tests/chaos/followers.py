@@ -44,7 +44,7 @@ class Claim(NamedTuple):
     wrong: tuple[str, ...] = ()
 
 
-class Engine(fake_vllm.Mortal):
+class Engine(fake_vllm.InMemoryVllm):
     """A vLLM that fails if asked to. After each commit it must hold something that a trainer handed over."""
 
     def __init__(self, truth: Truth) -> None:

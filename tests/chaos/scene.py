@@ -153,6 +153,30 @@ class Member:
         self.tainted = claim.version if claim else None  # until it has looked
 
 
+def checked(member: Member, truth: Truth) -> tuple[Claim | None, str]:
+    """What the member claims, and what is wrong with it.
+
+    Invariant: the live digest is the one that was handed over for the claimed version.
+    """
+    deadline = time.monotonic() + BETWEEN_S
+    while True:
+        try:
+            claim = member.claim()
+        except Failed as error:
+            raise NotSurvived(f"{member.name} cannot say what it does: {error}") from None
+        if claim is None or claim.version is None or claim.version == member.tainted:
+            return claim, ""
+        if member.kind == "vllm":
+            handed_over = claim.digest if truth.holds(claim.digest) else None
+        else:
+            handed_over = truth.digest(claim.writer, claim.sync)
+        if claim.held == claim.digest == handed_over and not claim.wrong:
+            return claim, ""
+        if time.monotonic() > deadline:
+            return claim, f"{member.name} claims {claim}, handed over was {handed_over}"
+        time.sleep(0.005)
+
+
 class Scene:
     """Waits for everything that should happen, and never forever."""
 
@@ -238,25 +262,11 @@ class Scene:
         return claim is not None and (claim.version, claim.digest) == published
 
     def check(self, member: Member) -> Claim | None:
-        """The invariant: what is held has the digest of what was handed over as the claimed version."""
-        deadline = time.monotonic() + BETWEEN_S
-        while True:
-            try:
-                claim = member.claim()
-            except Failed as error:
-                raise NotSurvived(f"{member.name} cannot say what it does: {error}") from None
-            if claim is None or claim.version is None or claim.version == member.tainted:
-                return claim
-            if member.kind == "vllm":
-                handed_over = claim.digest if self.truth.holds(claim.digest) else None
-            else:
-                handed_over = self.truth.digest(claim.writer, claim.sync)
-            if claim.held == claim.digest == handed_over and not claim.wrong:
-                return claim
-            if time.monotonic() > deadline:
-                self.wrong.append(f"{member.name} claims {claim}, handed over was {handed_over}")
-                return claim
-            time.sleep(0.005)
+        """Note it if the member breaks the invariant."""
+        claim, problem = checked(member, self.truth)
+        if problem:
+            self.wrong.append(problem)
+        return claim
 
     def _claims(self) -> dict[str, Claim | None]:
         return {member.name: member.claim() for member in self.members}

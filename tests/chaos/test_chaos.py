@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.followers import Claim
-from tests.chaos.scene import Member, Place, Scene
+from tests.chaos.scene import Member, Place, checked
 from tests.chaos.trainer import Truth
 
 
@@ -40,12 +40,10 @@ def test_what_is_held_and_what_is_claimed_must_be_what_was_handed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: str, held: str, wrong: bool
 ) -> None:
     monkeypatch.setattr("tests.chaos.scene.BETWEEN_S", 0.0)
-    scene = Scene.__new__(Scene)
-    scene.truth = Truth(tmp_path / "truth")
-    scene.wrong = []
-    scene.truth.tell("writer", 7, "a")
-    scene.truth.tell("writer", 8, "b")
+    truth = Truth(tmp_path / "truth")
+    truth.tell("writer", 7, "a")
+    truth.tell("writer", 8, "b")
     liar = Member("liar", "local", Place("", tmp_path, {}))
     monkeypatch.setattr(liar, "claim", lambda: Claim(3, "writer", 7, digest, held))
-    scene.check(liar)
-    assert bool(scene.wrong) == wrong
+    _, problem = checked(liar, truth)
+    assert bool(problem) == wrong

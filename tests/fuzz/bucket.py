@@ -25,7 +25,7 @@ from delta_weight_sync.watch import Watcher
 from inference_space.dashboard.data import Library
 from inference_space.dashboard.export import export
 from tests.fuzz import command
-from tests.fuzz.forged import RUN, forged, sound, written
+from tests.fuzz.forged import RUN, forged, intact_run, write_files
 
 SECONDS_PER_CASE = 60  # more is a hang, on any machine
 MEMORY = 400 << 20  # bytes that all cases may take beyond what a sound run takes
@@ -38,7 +38,7 @@ def fuzz(cases: int, seed: int, folder: Path) -> Counter[str]:
     logging.getLogger("delta_weight_sync").addHandler(logging.NullHandler())
     logging.getLogger("delta_weight_sync").propagate = False
     for reader in READERS:  # loads code, and fills caches
-        url = written(sound(), folder / "bucket")
+        url = write_files(intact_run(), folder / "bucket")
         assert check(reader, url, folder / "scratch", Random(0)), f"{reader.__name__} refused a sound run"
     before = _peak()
     # What a case would take beyond that is refused by the kernel, before this machine suffers.
@@ -47,7 +47,7 @@ def fuzz(cases: int, seed: int, folder: Path) -> Counter[str]:
     for number in range(cases):
         kind, files = forged(rng)
         reader = READERS[number % len(READERS)]
-        url = written(files, folder / "bucket")
+        url = write_files(files, folder / "bucket")
         signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_CASE)
         try:
             content = check(reader, url, folder / "scratch", rng)

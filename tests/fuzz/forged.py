@@ -1,4 +1,4 @@
-"""A small real run, and forgeries of it: each has one object that is wrong while all its hashes fit.
+"""A small real run, and forgeries of it: one object is wrong, and all hashes fit.
 
 If versions are not signed, anyone who may write to the bucket can make every hash fit, so that readers get
 past them: the manifest gets the hash of a changed file, and HEAD gets the hash of a changed manifest.
@@ -24,16 +24,26 @@ from tests.support.real_run import RealRun, games
 
 RUN = "forged"
 Files = dict[str, bytes]
-_CODES = "\x1b]0;owned\x07\x1b[2J"
+_TERMINAL_CODES = "\x1b]0;owned\x07\x1b[2J"
 _TEXTS = (
-    *(_CODES, "\x00", "\r\n", "\u202e", "\ud800", "<script>", "{{7*7}}", "../../etc/passwd", "/etc/passwd"),
+    *(
+        _TERMINAL_CODES,
+        "\x00",
+        "\r\n",
+        "\u202e",
+        "\ud800",
+        "<script>",
+        "{{7*7}}",
+        "../../etc/passwd",
+        "/etc/passwd",
+    ),
     *("x" * 5000, "9" * 4400, "runs/forged", "runs/forged/run.json", "1" * 64, "NaN", "-0", "1e400"),
 )
 _NUMBERS = (5e-324, 1e-300, 1e15, -1e15, 1e16, 1e300, 1e308, 253402300799, (1 << 62) - 1, 1 << 62, 1 << 63)
 
 
 @cache
-def sound() -> Files:
+def intact_run() -> Files:
     """Key -> content of a run of four versions."""
     with tempfile.TemporaryDirectory() as folder:
         bucket = open_bucket(Path(folder).as_uri(), create=True)
@@ -45,13 +55,14 @@ def sound() -> Files:
 
 
 @cache
-def sound_parts() -> Files:
+def intact_parts() -> Files:
     """The same run as two ranks publish it."""
     with tempfile.TemporaryDirectory() as folder:
-        return parted(RunReader(open_bucket(written(sound(), Path(folder) / "bucket")), RUN))
+        return parted(RunReader(open_bucket(write_files(intact_run(), Path(folder) / "bucket")), RUN))
 
 
-def written(files: Files, folder: Path) -> str:
+def write_files(files: Files, folder: Path) -> str:
+    """Make the folder a bucket with these objects; returns its URL."""
     shutil.rmtree(folder, ignore_errors=True)
     for key, content in files.items():
         (folder / key).parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +72,7 @@ def written(files: Files, folder: Path) -> str:
 
 def forged(rng: Random) -> tuple[str, Files]:
     """Which kind of object was changed, and the run; deterministic given the generator's state."""
-    files = dict(rng.choice((sound, sound_parts))())
+    files = dict(rng.choice((intact_run, intact_parts))())
     kind = rng.choice(list(_FORGE))
     _FORGE[kind](files, rng)
     return kind, files
@@ -74,10 +85,10 @@ def newest(files: Files, kind: str) -> str:
 def _manifest(files: Files, rng: Random) -> None:
     key = newest(files, "manifests")
     files[key] = _record(files[key], rng)
-    pin(files, key)
+    name_in_head(files, key)
 
 
-def _unnamed(files: Files, key: str, rng: Random) -> None:
+def _unreferenced(files: Files, key: str, rng: Random) -> None:
     """A record whose hash no other one has."""
     files[key] = _record(files[key], rng)
 
@@ -94,16 +105,16 @@ def _log(files: Files, rng: Random) -> None:
 
 
 def _delta(files: Files, rng: Random) -> None:
-    named(files, newest(files, "deltas"), lambda content: mutate(content, rng))
+    change_object(files, newest(files, "deltas"), lambda content: mutate(content, rng))
 
 
 def _anchor(files: Files, rng: Random) -> None:
     change = rng.choice((mutate_header, mutate_raw))
     anchors = [key for key in files if "/anchors/" in key and key.endswith(".safetensors")]
-    named(files, rng.choice(anchors), lambda content: change(content, rng))
+    change_object(files, rng.choice(anchors), lambda content: change(content, rng))
 
 
-def _name(files: Files, rng: Random) -> None:
+def _misplaced(files: Files, rng: Random) -> None:
     """An object that lies where it does not belong."""
     key = rng.choice(list(files))
     folder, _, name = key.rpartition("/")
@@ -116,14 +127,14 @@ def _same_tensors(tree: Any, files: Files) -> None:
     *_, last = keys_of(tree, "deltas", row)
     row[3] = row[3] | {"r2": row[3]["r1"]}
     files[last.replace(".r1", ".r2")] = files[last]
-    _pin_row(tree, files, "deltas", row)
+    _update_entry(tree, files, "deltas", row)
 
 
 def _without_part(tree: Any, files: Files) -> None:
     row = tree["deltas"][-1]
     row[3] = {"r0": row[3]["r0"], "r7": row[3]["r1"]}
     files[keys_of(tree, "deltas", row)[1]] = files[keys_of(tree, "deltas", row)[0]]
-    _pin_row(tree, files, "deltas", row)
+    _update_entry(tree, files, "deltas", row)
 
 
 # What is wrong with the newest manifest of a run whose deltas and anchors come in parts, or with its files.
@@ -150,24 +161,24 @@ PARTS: dict[str, Callable[[Any, Files], object]] = {
 
 def forged_parts(name: str) -> Files:
     """A run with one of `PARTS`; all hashes fit."""
-    files = dict(sound_parts())
+    files = dict(intact_parts())
     key = newest(files, "manifests")
     tree = json.loads(files[key])
     del tree["seal"]
     PARTS[name](tree, files)
     files[key] = json.dumps(tree).encode()
-    pin(files, key)
+    name_in_head(files, key)
     return files
 
 
 _FORGE: dict[str, Callable[[Files, Random], None]] = {
-    "head": lambda files, rng: _unnamed(files, newest(files, "heads"), rng),
+    "head": lambda files, rng: _unreferenced(files, newest(files, "heads"), rng),
     "manifest": _manifest,
-    "description": lambda files, rng: _unnamed(files, f"runs/{RUN}/run.json", rng),
+    "description": lambda files, rng: _unreferenced(files, f"runs/{RUN}/run.json", rng),
     "log": _log,
     "delta": _delta,
     "anchor": _anchor,
-    "name": _name,
+    "name": _misplaced,
 }
 
 
@@ -199,7 +210,8 @@ def _leaf(tree: Any, rng: Random) -> None:
         tree[key] = rng.choice(_TEXTS if isinstance(tree[key], str) else _NUMBERS)
 
 
-def named(files: Files, key: str, change: Callable[[bytes], bytes]) -> None:
+def change_object(files: Files, key: str, change: Callable[[bytes], bytes]) -> None:
+    """Change an object, and put its new size and hash into the newest manifest and HEAD."""
     files[key] = change(files[key])
     manifest = newest(files, "manifests")
     tree = json.loads(files[manifest])
@@ -207,12 +219,12 @@ def named(files: Files, key: str, change: Callable[[bytes], bytes]) -> None:
     for kind in ("deltas", "jumps"):
         for row in tree[kind]:
             if key in keys_of(tree, kind, row):
-                _pin_row(tree, files, kind, row)
+                _update_entry(tree, files, kind, row)
     for row in tree["anchor"]["files"]:
         if key.endswith(f"/{row[0]}") and "/anchors/" in key:
             row[1:3] = _reference(files[key]).values()
     files[manifest] = json.dumps(tree).encode()
-    pin(files, manifest)
+    name_in_head(files, manifest)
 
 
 def keys_of(tree: Any, kind: str, row: list[Any]) -> list[str]:
@@ -224,7 +236,7 @@ def keys_of(tree: Any, kind: str, row: list[Any]) -> list[str]:
     return [f"runs/{RUN}/{kind}/{start}{version:08d}.{writer}{part}.safetensors" for part in parts]
 
 
-def _pin_row(tree: Any, files: Files, kind: str, row: list[Any]) -> None:
+def _update_entry(tree: Any, files: Files, kind: str, row: list[Any]) -> None:
     """Put the sizes and the hash of its files into an entry."""
     found = [files[key] for key in keys_of(tree, kind, row)]
     if isinstance(row[3], dict):
@@ -234,7 +246,8 @@ def _pin_row(tree: Any, files: Files, kind: str, row: list[Any]) -> None:
         row[3:5] = _reference(found[0]).values()
 
 
-def pin(files: Files, manifest: str) -> None:
+def name_in_head(files: Files, manifest: str) -> None:
+    """Put the size and hash of the manifest into HEAD."""
     key = newest(files, "heads")
     head = json.loads(files[key])
     del head["seal"]

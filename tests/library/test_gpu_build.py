@@ -12,7 +12,7 @@ from delta_weight_sync import gpu_build
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Have exactly these packages, so many GPUs with a driver for this CUDA, and all that Triton needs."""
+    """Pretend that these packages, GPUs and this driver are there, and all that Triton needs."""
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(gpu_build.sysconfig, "get_path", lambda *_: str(tmp_path))
     monkeypatch.setenv("CC", "zig cc")

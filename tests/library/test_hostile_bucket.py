@@ -25,7 +25,18 @@ from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, new_pair
 from delta_weight_sync.store import SMALL, Bucket, open_bucket
 from inference_space.dashboard.export import export
 from tests.cli.command import command
-from tests.fuzz.forged import PARTS, RUN, Files, forged_parts, named, newest, pin, sound, sound_parts, written
+from tests.fuzz.forged import (
+    PARTS,
+    RUN,
+    Files,
+    change_object,
+    forged_parts,
+    intact_parts,
+    intact_run,
+    name_in_head,
+    newest,
+    write_files,
+)
 from tests.support.records import WRITER
 
 CODES = "\x1b]0;owned\x07\x1b[2J\r\n\u202e"
@@ -37,14 +48,14 @@ def manifest(changes: dict[str, object]) -> Callable[[Files], None]:
     def change(files: Files) -> None:
         key = newest(files, "manifests")
         _change(files, key, changes)
-        pin(files, key)
+        name_in_head(files, key)
 
     return change
 
 
 def file(kind: str, data: bytes) -> Callable[[Files], None]:
     """Replaces the newest delta or the weights of the anchor."""
-    return lambda files: named(files, newest(files, kind), lambda _: data)
+    return lambda files: change_object(files, newest(files, kind), lambda _: data)
 
 
 def _change(files: Files, key: str, changes: dict[str, object]) -> None:
@@ -84,9 +95,9 @@ SAYS = {
 @pytest.mark.finding(18)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_commands_print_plain_lines(tmp_path: Path, name: str) -> None:
-    files = dict(sound())
+    files = dict(intact_run())
     ATTACKS[name](files)
-    url = written(files, tmp_path / "bucket")
+    url = write_files(files, tmp_path / "bucket")
     for words in (
         ("log", url),
         ("show", url),
@@ -106,18 +117,18 @@ def test_commands_print_plain_lines(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_that_do_not_fit_are_refused_by_a_sentence(tmp_path: Path, name: str) -> None:
-    url = written(forged_parts(name), tmp_path / "bucket")
+    url = write_files(forged_parts(name), tmp_path / "bucket")
     result = command("verify", url)
     assert re.search(SAYS[name], result.complaint)
     assert len(result.complaint.splitlines()) == 1
-    assert command("verify", written(sound_parts(), tmp_path / "bucket")).code == 0
+    assert command("verify", write_files(intact_parts(), tmp_path / "bucket")).code == 0
 
 
 @pytest.mark.finding(18)
 def test_exporting_prints_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = sound() | {Keys(RUN).log_part(LogKey(WRITER, 7, 7)): CODES.encode()}
+    files = intact_run() | {Keys(RUN).log_part(LogKey(WRITER, 7, 7)): CODES.encode()}
     ATTACKS["no delta"](files)
-    export(open_bucket(written(files, tmp_path / "bucket")), None, tmp_path / "site")
+    export(open_bucket(write_files(files, tmp_path / "bucket")), None, tmp_path / "site")
     printed = "".join(capsys.readouterr()).splitlines()
     assert all(line.isprintable() for line in printed), printed
     assert any("lines of the run's log are left out" in line for line in printed)
@@ -169,7 +180,7 @@ class Counting:
 def test_a_search_for_the_newest_version_reads_little_whatever_a_bucket_holds(
     tmp_path: Path, signed: bool, size: int
 ) -> None:
-    url = written(sound(), tmp_path / "bucket")
+    url = write_files(intact_run(), tmp_path / "bucket")
     bucket: Any = Counting(open_bucket(url.partition("#")[0]))
     keys = Keys(RUN)
     for number in range(20):
@@ -188,7 +199,7 @@ def test_a_search_for_the_newest_version_reads_little_whatever_a_bucket_holds(
 
 @pytest.mark.finding("M5")
 def test_a_few_forged_manifests_hide_no_version(tmp_path: Path) -> None:
-    url = written(sound(), tmp_path / "bucket")
+    url = write_files(intact_run(), tmp_path / "bucket")
     reader = RunReader(open_bucket(url.partition("#")[0]), RUN)
     newest = reader.newest()
     keys = Keys(RUN)

@@ -296,8 +296,8 @@ def test_a_checkout_replaces_weights_that_are_divided_into_other_files(tmp_path)
     """As with --force, and as `verify` does: a loader would take what is left of the other checkpoint."""
     folder = tmp_path / "out"
     names = []
-    for number, files in enumerate((forged.sound(), forged.sound_parts(), forged.sound())):
-        reader = RunReader(open_bucket(forged.written(files, tmp_path / f"{number}")), forged.RUN)
+    for number, files in enumerate((forged.intact_run(), forged.intact_parts(), forged.intact_run())):
+        reader = RunReader(open_bucket(forged.write_files(files, tmp_path / f"{number}")), forged.RUN)
         state = reader.checkout(reader.manifest(), folder)
         assert dict(read_bits(folder)).keys() == state.keys()
         names.append(sorted(path.name for path in folder.glob("*.safetensors*")))

@@ -25,7 +25,7 @@ from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.reader import apply_delta
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, Writer, joined
 from tests.fuzz.deltas import OLD, seeds
-from tests.fuzz.forged import written
+from tests.fuzz.forged import write_files
 from tests.library import wire_reader
 from tests.support.parted import parted
 from tests.support.real_run import RUN, Drifting
@@ -82,7 +82,7 @@ def test_the_page_reads_a_run_from_head_to_weights(tmp_path):
     expected = run.reader.checkout(run.newest, tmp_path / "checkout")
     assert weights == {name: bits.reshape(-1).tolist() for name, bits in expected.items()}
     # The same run as two ranks publish it: parts are taken together, also those of a jump.
-    written(parted(run.reader), tmp_path / "parted")
+    write_files(parted(run.reader), tmp_path / "parted")
     newest, *older = wire_reader.versions(tmp_path / "parted", RUN)
     way = wire_reader.way(newest)
     assert [(step["base"], step["version"], len(step["files"])) for step in way] == [(*s, 2) for s in steps]

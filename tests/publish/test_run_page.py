@@ -1,4 +1,4 @@
-"""The page of a run: README.md beside its run.json."""
+"""The page of a run: README.md next to its run.json."""
 
 import re
 import shlex

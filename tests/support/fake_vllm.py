@@ -1,4 +1,4 @@
-"""A vLLM for followers' tests that holds the weights in memory, and how to wait for a follower."""
+"""An engine without vLLM for tests of followers: it holds the weights in a dictionary."""
 
 import time
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ from delta_weight_sync.vllm.follower import Follower
 from tests.support.waiting import soon
 
 
-class Mortal:
-    """A vLLM that holds the weights in memory and can be killed. As a Space's, it has to be started anew for
-    another configuration or tokenizer.
+class InMemoryVllm:
+    """The smallest engine that a follower can use. It can be killed, and has to be started again for another
+    configuration or tokenizer, as a Space's vLLM.
 
-    Counts how often it was started, and asked whether it lives: a follower asks once in each turn.
+    It counts its starts, how often it was asked whether it is alive (once in each turn of the follower), and
+    the checkpoints that it staged.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ def _assets(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix != ".safetensors"}
 
 
-def reaches(follower: Follower, version: int) -> None:
+def wait_until_serving(follower: Follower, version: int) -> None:
     soon(
         lambda: follower.serving is not None and follower.serving.version == version,
         lambda: f"version {version}: {follower.report(0).status}",

@@ -1,4 +1,4 @@
-"""What a publisher does with its mirror, for those that have no publisher."""
+"""What a publisher does with its mirror, for tests and benchmarks without a publisher."""
 
 from collections.abc import Iterable, Iterator
 

@@ -9,7 +9,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
-from tests.support.fake_vllm import Mortal
+from tests.support.fake_vllm import InMemoryVllm
 from tests.support.real_run import RealRun
 
 
@@ -19,13 +19,13 @@ def bucket(tmp_path: Path) -> CountedBucket:
 
 
 @pytest.fixture
-def vllm() -> Mortal:
-    return Mortal()
+def vllm() -> InMemoryVllm:
+    return InMemoryVllm()
 
 
 @pytest.fixture
 def follower(
-    bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, run: RealRun, vllm: InMemoryVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Follower]:
     """Not started yet. It polls all the time and retries after moments."""
     monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)

@@ -21,7 +21,7 @@ from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store.notifications import Notifications
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.command import Result, command
-from tests.support.fake_vllm import Mortal
+from tests.support.fake_vllm import InMemoryVllm
 from tests.support.real_run import RUN, Drifting
 from tests.support.written_run import file_ref
 from tests.vllm.test_signed import renewed
@@ -113,7 +113,7 @@ def time(run: Drifting, monkeypatch: pytest.MonkeyPatch) -> QuickTime:
 
 
 @pytest.fixture
-def follower(time: QuickTime, vllm: Mortal, tmp_path: Path) -> Follower:
+def follower(time: QuickTime, vllm: InMemoryVllm, tmp_path: Path) -> Follower:
     """It looks once a second."""
     return Follower(RunReader(time, RUN), vllm, name="r", folder=tmp_path / "r", poll_s=1.0)
 

@@ -15,7 +15,7 @@ from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
-from tests.support.fake_vllm import Mortal, reaches, soon
+from tests.support.fake_vllm import InMemoryVllm, soon, wait_until_serving
 from tests.support.real_run import RealRun
 from tests.support.written_run import WrittenRun
 
@@ -35,11 +35,11 @@ def follower(follower: Follower, caplog: pytest.LogCaptureFixture) -> Follower:
     """It serves version 3."""
     caplog.set_level("INFO", "delta_weight_sync")
     follower.start()
-    reaches(follower, 3)
+    wait_until_serving(follower, 3)
     return follower
 
 
-def stays(follower: Follower, vllm: Mortal, version: int) -> None:
+def stays(follower: Follower, vllm: InMemoryVllm, version: int) -> None:
     """It still serves `version` after it has looked around a few times."""
     before = vllm.asked
     soon(lambda: vllm.asked > before + 5, "more turns")
@@ -53,11 +53,11 @@ def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(follower, r
     run.steps(22)
     stays(follower, vllm, 3)
     follower.commands.pin(4)
-    reaches(follower, 4)
+    wait_until_serving(follower, 4)
     assert vllm.digest() == run.reader.manifest(4).digest
     bucket.fetched.clear()
     follower.commands.resume()
-    reaches(follower, 25)
+    wait_until_serving(follower, 25)
     assert (vllm.digest(), vllm.starts, vllm.compared) == (run.reader.manifest(25).digest, 1, 1)
     assert Counter(key.split("/")[2] for key in bucket.fetched) == {"jumps": 2, "deltas": 5}
 
@@ -77,14 +77,14 @@ def test_a_replica_whose_files_are_deleted_under_it_heals_in_place(follower, run
     run.step()
     bucket.fetch = too_late
     follower.commands.resume()
-    reaches(follower, 16)
+    wait_until_serving(follower, 16)
     assert (vllm.digest(), vllm.starts) == (run.newest.digest, 1)
     soon(lambda: follower.report(0).status.error is None, "no error")
 
 
 def test_a_pinned_version_is_served_exactly_whatever_comes(follower, run, vllm) -> None:
     follower.commands.pin(1)
-    reaches(follower, 1)
+    wait_until_serving(follower, 1)
     run.step()
     stays(follower, vllm, 1)
     assert vllm.digest() == run.reader.manifest(1).digest
@@ -93,7 +93,7 @@ def test_a_pinned_version_is_served_exactly_whatever_comes(follower, run, vllm) 
     soon(lambda: vllm.compared == 3, "another comparison")
     stays(follower, vllm, 1)
     follower.commands.resume()
-    reaches(follower, 4)
+    wait_until_serving(follower, 4)
     assert (vllm.digest(), vllm.starts) == (run.reader.manifest(4).digest, 1)
     assert vllm.compared == 3, "on by deltas"
 
@@ -123,7 +123,7 @@ def test_a_run_that_vanishes_and_returns_leaves_no_replica_stuck(follower, bucke
 def test_each_state_is_one_line_of_the_log(follower, run, bucket, caplog) -> None:
     """Of versions that follow each other, one line a minute."""
     for _ in range(3):
-        reaches(follower, run.step().version)
+        wait_until_serving(follower, run.step().version)
     lines = [
         record.message.removeprefix("replica r: ")
         for record in (*caplog.get_records("setup"), *caplog.records)
@@ -137,11 +137,13 @@ def test_each_state_is_one_line_of_the_log(follower, run, bucket, caplog) -> Non
     ]
 
 
-def test_damaged_weights_are_healed_without_a_restart(follower: Follower, run: RealRun, vllm: Mortal) -> None:
+def test_damaged_weights_are_healed_without_a_restart(
+    follower: Follower, run: RealRun, vllm: InMemoryVllm
+) -> None:
     vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1
     follower.commands.heal()
     soon(lambda: vllm.compared == 2, "a comparison with the published weights")
-    reaches(follower, 3)
+    wait_until_serving(follower, 3)
     stays(follower, vllm, 3)
     assert vllm.digest() == run.reader.manifest(3).digest
     assert (vllm.starts, vllm.compared) == (1, 2), "once is enough"
@@ -150,7 +152,7 @@ def test_damaged_weights_are_healed_without_a_restart(follower: Follower, run: R
 def test_weights_that_a_delta_does_not_fit_are_healed_by_the_next_version(follower, run, vllm) -> None:
     vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1
     run.step()
-    reaches(follower, 4)
+    wait_until_serving(follower, 4)
     assert (vllm.digest(), vllm.starts) == (run.reader.manifest(4).digest, 1)
 
 
@@ -159,7 +161,7 @@ def test_a_vllm_that_dies_while_paused_comes_back_at_its_version(follower, run, 
     run.step()
     vllm.kill()
     soon(lambda: vllm.starts == 2, "a second start")
-    reaches(follower, 3)
+    wait_until_serving(follower, 3)
     stays(follower, vllm, 3)
     assert vllm.digest() == run.reader.manifest(3).digest
 
@@ -177,7 +179,7 @@ def test_a_pinned_version_whose_files_are_gone_leaves_what_is_served(follower, r
     assert vllm.starts == 1
     bucket.put(delta, kept)
     follower.commands.pin(1)
-    reaches(follower, 1)
+    wait_until_serving(follower, 1)
 
 
 @pytest.mark.parametrize("version", [4, 99999999, 10**12])
@@ -194,9 +196,9 @@ def test_a_run_that_is_started_over_is_followed_in_place(run, bucket, follower, 
     bucket.delete([info.key for info in bucket.list("runs/ordered/")])
     again = RealRun(bucket, run="ordered", layers=1)
     request.addfinalizer(again.close)
-    reaches(follower, 0)
+    wait_until_serving(follower, 0)
     again.step()
-    reaches(follower, 1)
+    wait_until_serving(follower, 1)
     assert follower.report(0).status.digest == vllm.digest() == RunReader(bucket, "ordered").manifest().digest
     assert vllm.starts == 1
 
@@ -206,7 +208,7 @@ def test_an_old_version_of_a_long_run_is_found_by_one_listing(bucket: CountedBuc
     for _ in range(200):
         run.publish(40_000, 2_000)
     run.log.close()
-    follower = Follower(RunReader(bucket, "long"), Mortal(), name="r", folder=tmp_path, poll_s=0.01)
+    follower = Follower(RunReader(bucket, "long"), InMemoryVllm(), name="r", folder=tmp_path, poll_s=0.01)
     follower.commands.pin(2)
     assert follower.commands.pinned == RunReader(bucket.bucket, "long").manifest(2)
     assert bucket.asked["list"] == 2, "HEADs and manifests"

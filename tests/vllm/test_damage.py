@@ -1,6 +1,6 @@
 """Objects that are damaged or gone: a replica serves on, says what is wrong, and comes back by itself.
 
-vLLM is stood in for: a damaged object never reaches it.
+vLLM is stood in for: a damaged object never wait_until_serving it.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef, Manifest
 from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
-from tests.support.fake_vllm import reaches, soon
+from tests.support.fake_vllm import soon, wait_until_serving
 from tests.support.real_run import RealRun
 from tests.support.written_run import file_ref
 
@@ -85,12 +85,12 @@ def damage_next_delta(run: RealRun, bucket: Bucket, damage: Damage) -> Manifest:
 @both
 def test_a_damaged_delta_is_named_and_the_next_anchor_makes_up_for_it(run, bucket, follower, vllm, damage):
     follower.start()
-    reaches(follower, 2)
+    wait_until_serving(follower, 2)
     says(follower, damage_next_delta(run, bucket, damage).deltas[-1].key)
     assert follower.report(0).status.version == 2
     assert follower.report(0).status.state == "serving"
     newest = anchored(run)
-    reaches(follower, newest.version)
+    wait_until_serving(follower, newest.version)
     is_well(follower)
     assert (vllm.digest(), vllm.starts) == (newest.digest, 1)
 
@@ -99,11 +99,11 @@ def test_a_damaged_delta_is_named_and_the_next_anchor_makes_up_for_it(run, bucke
 def test_a_replica_joins_at_the_newest_version_that_is_whole(run, bucket, follower, vllm, damage) -> None:
     damage(bucket, run.reader.manifest(2).deltas[-1])
     follower.start()
-    reaches(follower, 1)
+    wait_until_serving(follower, 1)
     says(follower, run.reader.manifest(2).deltas[-1].key)
     assert vllm.digest() == run.reader.manifest(1).digest
     newest = anchored(run)
-    reaches(follower, newest.version)
+    wait_until_serving(follower, newest.version)
     assert (vllm.digest(), vllm.starts) == (newest.digest, 1)
 
 
@@ -114,7 +114,7 @@ def test_a_replica_joins_by_the_anchor_before_a_damaged_one(run, bucket, followe
     damage(bucket, newest.anchor.files[0])
     before = next(older for older in run.reader.versions() if older.anchor != newest.anchor)
     follower.start()
-    reaches(follower, newest.version)
+    wait_until_serving(follower, newest.version)
     assert vllm.digest() == newest.digest
     commits = [(commit.version, commit.joined) for commit in follower.report(-1).commits]
     assert commits == [(before.version, True), (newest.version, False)]
@@ -172,21 +172,21 @@ def test_it_finds_damage_that_is_older_than_its_first_look(run, bucket, monkeypa
 
 def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follower, vllm, tmp_path) -> None:
     follower.start()
-    reaches(follower, 2)
+    wait_until_serving(follower, 2)
     follower.stop()
     (kept,) = (tmp_path / "r" / "anchors").glob("*/model.safetensors")
     damaged = kept.read_bytes()[:-1] + b"?"
     kept.write_bytes(damaged)
     again = Follower(RunReader(bucket, "hurt"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     again.start()
-    reaches(again, 2)
+    wait_until_serving(again, 2)
     assert vllm.starts == 2, "one for each follower"
     assert kept.read_bytes() != damaged
     compared = vllm.compared
     kept.write_bytes(b"damaged while it is used")
     again.commands.heal()
     soon(lambda: vllm.compared == compared + 1, "a comparison with the published weights")
-    reaches(again, 2)
+    wait_until_serving(again, 2)
     is_well(again)
     again.stop()
     assert vllm.starts == 2, "healed in place"
@@ -194,7 +194,7 @@ def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follo
 
 def test_a_disk_that_is_full_is_named_and_what_is_served_stays(run, follower, vllm, monkeypatch) -> None:
     follower.start()
-    reaches(follower, 2)
+    wait_until_serving(follower, 2)
     compared = vllm.compared
 
     def full(*_: object) -> None:
@@ -206,6 +206,6 @@ def test_a_disk_that_is_full_is_named_and_what_is_served_stays(run, follower, vl
         says(follower, "No space left on device")
         assert follower.report(0).status.version == 2
     newest = run.step()
-    reaches(follower, newest.version)
+    wait_until_serving(follower, newest.version)
     is_well(follower)
     assert (vllm.starts, vllm.compared) == (1, compared + 1), "healing was not forgotten"

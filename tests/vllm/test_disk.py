@@ -17,7 +17,7 @@ from delta_weight_sync.vllm.disk import Layout, private_folder
 from delta_weight_sync.vllm.follower import Follower
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
-from tests.support.fake_vllm import Mortal
+from tests.support.fake_vllm import InMemoryVllm
 from tests.support.real_run import RUN, Drifting
 
 LEFT = ".0f0e0d.part"
@@ -81,7 +81,7 @@ def test_a_replica_removes_what_was_half_fetched_and_keeps_what_is_whole(tmp_pat
     (coming / "config.json").write_bytes(b"whole")
     (tmp_path / "r" / "00000002.t1-00000000.safetensors").write_bytes(b"half a delta")
     reader = RunReader(open_bucket(run.url), RUN)
-    Follower(reader, Mortal(), name="r", folder=tmp_path / "r", poll_s=1.0)
+    Follower(reader, InMemoryVllm(), name="r", folder=tmp_path / "r", poll_s=1.0)
     assert list(tmp_path.glob("r/**/.*.part")) + list(tmp_path.glob("r/*.safetensors")) == []
     assert (coming / "config.json").exists()
     assert not version.exists()

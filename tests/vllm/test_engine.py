@@ -30,7 +30,7 @@ from delta_weight_sync.vllm.server import PREFIX, settings_from
 from delta_weight_sync.vllm.worker import call
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
-from tests.support.fake_vllm import Mortal, reaches
+from tests.support.fake_vllm import InMemoryVllm, wait_until_serving
 from tests.support.real_run import RealRun
 from tests.support.waiting import PATIENCE_S, soon
 
@@ -119,11 +119,11 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealRun]:
 
 
 @pytest.fixture
-def follower(run: RealRun, vllm: Mortal, tmp_path: Path) -> Iterator[Follower]:
+def follower(run: RealRun, vllm: InMemoryVllm, tmp_path: Path) -> Iterator[Follower]:
     bucket: Bucket = run.reader.bucket
     follower = Follower(RunReader(bucket, "told"), vllm, name="r", folder=tmp_path / "r", poll_s=HOUR)
     follower.start()
-    reaches(follower, 0)
+    wait_until_serving(follower, 0)
     yield follower
     follower.stop()
 
@@ -133,7 +133,7 @@ def test_the_hubs_events_bring_each_version(hub_env, follower, run, vllm) -> Non
     soon(lambda: follower.report(0).notice == "notified by the store", "a connection")
     for version in (1, 2):
         run.step()
-        reaches(follower, version)
+        wait_until_serving(follower, version)
     assert vllm.digest() == run.reader.manifest(2).digest
 
 
@@ -145,14 +145,14 @@ def test_the_lag_ends_when_the_weights_are_live(
     the version, as the follower polls once an hour."""
 
     def take(*version: Any) -> tuple[float, ...]:
-        *seconds, live_at = Mortal.take(vllm, *version)
+        *seconds, live_at = InMemoryVllm.take(vllm, *version)
         time.sleep(answered_s)
         return *seconds, live_at + clock_s
 
     monkeypatch.setattr(vllm, "take", take)
     run.step()
     follower.poke()
-    reaches(follower, 1)
+    wait_until_serving(follower, 1)
     (commit,) = follower.report(0).commits
     assert 0 <= commit.lag_s <= max(0, commit.t + clock_s - run.reader.manifest(1).created_at - answered_s)
 

@@ -7,11 +7,11 @@ import pytest
 from delta_weight_sync.errors import EngineError
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
-from tests.support.fake_vllm import Mortal, reaches, soon
+from tests.support.fake_vllm import InMemoryVllm, soon, wait_until_serving
 from tests.support.real_run import RealRun
 
 
-class Refusing(Mortal):
+class Refusing(InMemoryVllm):
     """A vLLM in which `learn` or `commit` is refused, while there is something to say."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def test_a_model_that_no_delta_fits_is_not_tried_with_each_version(
     assert follower.report(0).status.state == "refused"
     vllm.unfit = None
     follower.commands.heal()
-    reaches(follower, 5)
+    wait_until_serving(follower, 5)
     assert follower.report(0).status.error is None
 
 
@@ -95,7 +95,7 @@ def test_a_vllm_in_which_routes_do_not_read_what_it_has_just_loaded_never_serves
     assert vllm.committed == 0
     vllm.shuffled = False
     follower.commands.heal()
-    reaches(follower, 2)
+    wait_until_serving(follower, 2)
     soon(lambda: follower.report(0).status.error is None, "no error")
 
 
@@ -108,7 +108,7 @@ def test_another_anchor_is_tried(follower: Follower, run: RealRun, vllm: Refusin
     anchor = run.reader.manifest(2).anchor
     while (newest := run.step()).anchor == anchor:
         pass
-    reaches(follower, newest.version)
+    wait_until_serving(follower, newest.version)
 
 
 def test_another_version_is_tried_if_the_owner_pins_it(follower, run, vllm) -> None:
@@ -117,13 +117,13 @@ def test_another_version_is_tried_if_the_owner_pins_it(follower, run, vllm) -> N
     refuses(follower, "the published one is 2")
     vllm.damaged = None
     follower.commands.pin(1)
-    reaches(follower, 1)
+    wait_until_serving(follower, 1)
 
 
 def refuses_the_third(follower: Follower, run: RealRun, vllm: Refusing) -> None:
     """It serves version 2, and vLLM does not take the next one."""
     follower.start()
-    reaches(follower, 2)
+    wait_until_serving(follower, 2)
     vllm.damaged = DAMAGED
     run.step()
     refuses(follower, "the published one is 2")
@@ -135,7 +135,7 @@ def test_what_is_served_is_served_on_while_the_next_version_is_refused(follower,
     assert vllm.digest() == run.reader.manifest(2).digest
     vllm.damaged = None  # the next version has the same anchor, but vLLM has not refused the model
     run.step()
-    reaches(follower, 4)
+    wait_until_serving(follower, 4)
     assert vllm.starts == 1
     soon(lambda: follower.report(0).status.error is None, "no error")
 
@@ -145,12 +145,12 @@ def test_what_may_pass_is_tried_until_it_does(follower: Follower, vllm: Refusing
     follower.start()
     soon(lambda: vllm.committed > 3, "more tries")
     vllm.damaged = None
-    reaches(follower, 2)
+    wait_until_serving(follower, 2)
 
 
 def test_a_vllm_that_died_is_another_one(follower: Follower, run: RealRun, vllm: Refusing) -> None:
     refuses_the_third(follower, run, vllm)
     vllm.damaged = None
     vllm.kill()
-    reaches(follower, 3)
+    wait_until_serving(follower, 3)
     assert vllm.starts == 2

@@ -18,7 +18,7 @@ from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.command import command
 from tests.support.buckets import CountedBucket
-from tests.support.fake_vllm import Mortal, reaches, soon
+from tests.support.fake_vllm import InMemoryVllm, soon, wait_until_serving
 from tests.support.real_run import RealRun
 from tests.support.written_run import file_ref
 
@@ -89,7 +89,7 @@ class Thief:
 
 def following(bucket: Bucket, folder: Path) -> Follower:
     reader = RunReader(bucket, "signed", PublicKeys(PAIR[PUBLIC_KEY]))
-    follower = Follower(reader, Mortal(), name="r", folder=folder, poll_s=0.01)
+    follower = Follower(reader, InMemoryVllm(), name="r", folder=folder, poll_s=0.01)
     follower.start()
     return follower
 
@@ -108,7 +108,7 @@ def goes_on(follower: Follower, run: RealRun, version: int = NEWEST + 1) -> None
     """The trainer publishes, and the replica has exactly that."""
     while run.step().version < version:
         pass
-    reaches(follower, version)
+    wait_until_serving(follower, version)
     assert follower.serving == run.reader.manifest(version)
 
 
@@ -136,7 +136,7 @@ def run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def follower(bucket: Bucket, run: RealRun, tmp_path: Path) -> Iterator[Follower]:
     """It serves version 3."""
     follower = following(bucket, tmp_path / "r")
-    reaches(follower, NEWEST)
+    wait_until_serving(follower, NEWEST)
     yield follower
     follower.stop()
 
@@ -213,7 +213,7 @@ def test_a_forged_version_cannot_be_pinned(follower: Follower, run: RealRun, thi
     names = {"writer_term": CLAIM.term, "writer": CLAIM.id, "digest": "0" * 16}
     thief.put(thief.keys.manifest(2, CLAIM), THEIRS.sign(renewed(real, **names)))
     follower.commands.pin(2)
-    reaches(follower, 2)
+    wait_until_serving(follower, 2)
     assert follower.serving == real
 
 
@@ -241,7 +241,7 @@ def test_replicas_and_followed_folders_take_the_trainers_weights_and_template(
     """The forged HEAD comes after the trainer's: it is named until it is gone, and no one gives way to it."""
     claim(thief, sign)
     late = following(bucket, tmp_path / "late")
-    reaches(late, NEWEST)
+    wait_until_serving(late, NEWEST)
     assert late.serving == run.reader.manifest(NEWEST)
     late.stop()
     refuses(follower, thief.keys.head(CLAIM), OURS)

@@ -24,11 +24,11 @@ from tests.fuzz.forged import (
     Files,
     forged,
     forged_parts,
+    intact_parts,
+    intact_run,
+    name_in_head,
     newest,
-    pin,
-    sound,
-    sound_parts,
-    written,
+    write_files,
 )
 from tests.support.parted import parted
 from tests.support.real_run import Drifting
@@ -48,12 +48,14 @@ def write(folder: Path, deltas: int, runs: int) -> None:
     assert 0 < sum(case["digest"] is not None for case in cases[len(files) :]) < deltas
     model = {name: {"shape": bits.shape, "bits": _text(bits.tobytes())} for name, bits in OLD.items()}
     (folder / "deltas.json").write_text(json.dumps({"model": model, "cases": cases}))
-    judged = {"sound": sound(), "sound parts": sound_parts()} | {name: forged_parts(name) for name in PARTS}
+    judged = {"sound": intact_run(), "sound parts": intact_parts()} | {
+        name: forged_parts(name) for name in PARTS
+    }
     judged |= {f"names {names}": _with_names(names) for names in NAMES}
     texts: list[Case] = [
         {"what": what, "files": _texts(files), "version": _taken(files)} for what, files in judged.items()
     ]
-    whole = _taken(sound())
+    whole = _taken(intact_run())
     named = zip(texts[-len(NAMES) :], NAMES.values(), strict=True)
     assert all((text["version"] == whole) == allowed for text, allowed in named)
     texts += [{"what": "forged", "files": _texts(forged(rng)[1])} for _ in range(runs)]
@@ -148,7 +150,7 @@ NAMES = {
 
 def _with_names(names: tuple[str, ...]) -> Files:
     """A run whose newest manifest names these files beside the anchor's weights; all hashes fit."""
-    files = dict(sound())
+    files = dict(intact_run())
     key = newest(files, "manifests")
     tree = json.loads(files[key])
     del tree["seal"]
@@ -165,14 +167,14 @@ def _with_names(names: tuple[str, ...]) -> Files:
         kept.append([name, *config[1:3], place])
     tree["anchor"]["files"] = kept
     files[key] = json.dumps(tree).encode()
-    pin(files, key)
+    name_in_head(files, key)
     return files
 
 
 def _taken(files: Files) -> int | None:
     """The version that the project's own reader builds; None if it refuses the run."""
     with tempfile.TemporaryDirectory() as folder:
-        reader = RunReader(open_bucket(written(files, Path(folder) / "bucket")), RUN)
+        reader = RunReader(open_bucket(write_files(files, Path(folder) / "bucket")), RUN)
         try:
             manifest = reader.manifest()
             reader.checkout(manifest, Path(folder) / "checkout")
