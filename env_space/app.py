@@ -250,7 +250,14 @@ def _answer_problems(app: FastAPI) -> None:
 
 
 class _Socket(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket, which also ends a connection whose handshake it cannot read."""
+    """uvicorn's WebSocket, which also ends a connection whose handshake it cannot read.
+
+    It logs no headers, even at level DEBUG: one of them is the key.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.conn.debug = False
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -101,6 +101,7 @@ def test_a_socket_is_refused_before_it_opens(tmp_path):
     assert b"is wrong" in refusals[1].body
 
 
+@pytest.mark.finding("M11")
 def test_visitors_have_a_capacity_of_their_own():
     client = service(key=KEY, max_sessions=1)
     seeds = range(MAX_PLAYED + 1)

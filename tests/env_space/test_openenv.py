@@ -202,6 +202,7 @@ def test_the_prompt_names_the_length_and_hard_mode():
     assert "must use every hint" in prompt
 
 
+@pytest.mark.finding("M10")
 def test_the_routes_that_openenvs_tools_need():
     with service() as client:
         schema = client.get("/schema").json()

@@ -24,6 +24,8 @@ def count(**fields) -> int:
 
 
 @pytest.mark.finding(4)
+@pytest.mark.finding("M3")
+@pytest.mark.finding("M4")
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

@@ -64,7 +64,10 @@ def test_only_the_pages_own_scripts_may_run():
 
 @pytest.mark.finding(20)
 @pytest.mark.full
-def test_the_page_works_within_its_policy_and_a_script_in_a_runs_data_does_not(page, tmp_path, monkeypatch):
+def test_the_page_works_within_its_policy_and_a_script_in_a_runs_data_does_not(
+    browser, tmp_path, monkeypatch
+):
+    page = browser.new_page()  # of the usual pages, none may have anything blocked
     planted = Markup('<img src="x" onerror="window.owned = 1"><script>window.owned = 2</script>')
     monkeypatch.setattr(
         page_module, "first_paint", lambda *given, **more: first_paint(*given, **more) + planted

@@ -90,6 +90,7 @@ def test_where_no_key_is_set_a_client_on_this_machine_needs_none():
     assert ask("POST", COMPLETIONS, key="", json={}).status_code == 200
 
 
+@pytest.mark.finding("M2")
 def test_an_upgrade_is_refused_before_any_app_sees_it():
     upgrade = {"Connection": "Upgrade", "Upgrade": "WebSocket", "Sec-WebSocket-Version": "13"}
     for method, path in (("GET", "/"), ("GET", "/v1/models"), ("POST", COMPLETIONS)):

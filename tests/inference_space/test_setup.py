@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -23,8 +25,9 @@ from inference_space.public_port import SpaceFollower
 from inference_space.settings import SETUP, Settings
 from inference_space.vllm_server import VllmServer
 from space_guard.setup import Problems, SettingsError
-from tests.env_space.service import Space
+from tests.env_space.service import ROOT, Space
 from tests.support.buckets import CountedBucket
+from tests.support.serving import serving
 from tests.support.waiting import PATIENCE_S, soon
 
 SET_UP = {
@@ -94,6 +97,23 @@ def test_elsewhere_than_on_the_hub_a_replica_on_loopback_needs_no_key(host):
         problems = find_problems(environ | reachable)
         assert "only a replica with REPLICA_HOST=127.0.0.1 needs no key" in problems["REPLICA_KEY"]
     assert list(find_problems(environ | {"REPLICA_HOST": host, "SPACE_ID": "me/r"})) == ["REPLICA_KEY"]
+
+
+@pytest.mark.full
+def test_the_setup_page_stays_within_its_policy(page):
+    with serving(SETUP.app({"REPLICA_KEY": "not set"})) as url:
+        page.goto(url)  # anything blocked would fail the test
+        expect(page.locator("li.missing")).to_contain_text("REPLICA_KEY")
+
+
+@pytest.mark.parametrize("space", ["env_space", "inference_space"])
+def test_the_user_of_an_image_cannot_write_its_code(space):
+    """Files are copied and installed as root; the last steps give nothing but numba's cache away."""
+    root, _, user = (ROOT / space / "Dockerfile").read_text().partition("\nUSER 1000\n")
+    assert user
+    assert not re.search("^(RUN|COPY|ADD|USER) ", user, re.MULTILINE)
+    assert re.findall("chmod .*", root) == ["chmod -R a+rwX /app/numba"] * (space == "inference_space")
+    assert "chown" not in root
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ from delta_weight_sync.errors import BucketError, FencedError
 from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import AnchorRef, Manifest
+from delta_weight_sync.records import MAX_PARTS, AnchorRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import SMALL, open_bucket
 from delta_weight_sync.watch import Watcher
@@ -96,6 +96,27 @@ def test_all_of_the_next_version_is_read_at_once(tmp_path: Path, poked: bool, at
         watcher.poke()
     assert watcher.check(seen.append)
     assert [each.version for each in seen] == [0, 1]
+    run.close()
+
+
+@pytest.mark.finding("M6")
+def test_little_is_fetched_ahead_however_many_parts_a_delta_has(tmp_path: Path) -> None:
+    """Else each poke would cost as many requests as a forged manifest names parts."""
+    run = Drifting(tmp_path, run=RUN)
+    run.step()
+    reader = reader_of(tmp_path)
+    watcher = Watcher(reader, poll_s=0.0)
+    newest = watcher.poll()
+    assert newest is not None
+    (delta,) = newest.delta
+    parts = [delta.model_copy(update={"key": delta.key.replace(".safe", f".r{n}.safe")}) for n in range(1000)]
+    watcher._newest = newest.model_copy(update={"deltas": tuple(parts)})
+    reader.bucket.url = "hub"  # nothing is read ahead from a folder
+    asked = list[str]()
+    reader.bucket.get = lambda key, *_: asked.append(key) or b""  # type: ignore[method-assign,func-returns-value]
+    watcher._fetch_ahead(newest.version + 1000)
+    reader._pool.shutdown()
+    assert 1 < len(asked) <= MAX_PARTS + 1
     run.close()
 
 

@@ -107,12 +107,19 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def watched_page(browser: Browser, **options: object) -> Iterator[Page]:
-    """A desktop page; a script error or a browser dialog on it fails the test."""
+    """A desktop page. A script error, a browser dialog, or anything that the page's content security policy
+    blocks, fails the test."""
     faults: list[str] = []
+
+    def note_blocked(text: str) -> None:
+        if "Content Security Policy" in text:
+            faults.append(text)
+
     with browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options) as context:
         context.set_default_timeout(1000 * PATIENCE_S)
         page = context.new_page()
         page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda message: note_blocked(message.text))
         page.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
         yield page
     assert not faults, faults
