@@ -80,9 +80,10 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
     """Add the components of the owner's tab to the Blocks that are being built."""
 
     def pin(version: str) -> None:
-        if not version.strip().isdecimal():
-            raise ValueError("Enter the version to pin: a whole number, 0 or larger.")
-        controls.pin(int(version))
+        wanted = version.strip()
+        if not wanted:
+            raise ValueError("Enter the version to pin: a whole number, 0 or larger, or a tag.")
+        controls.pin(int(wanted) if wanted.isdecimal() else wanted)
 
     gr.HTML("<h1>This replica</h1>", apply_default_css=False)
     state = gr.HTML(lambda: describe(controls), elem_id="dws-owner-state", apply_default_css=False)

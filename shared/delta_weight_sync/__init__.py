@@ -15,12 +15,13 @@ from delta_weight_sync.errors import *  # noqa: F403
 if TYPE_CHECKING:
     from delta_weight_sync.callback import PublishCallback
     from delta_weight_sync.checkout import FollowedVersion, FollowedVersions, follow
+    from delta_weight_sync.differences import TensorDiff
     from delta_weight_sync.publish.publisher import Publisher
     from delta_weight_sync.publish.sharding import Peers
     from delta_weight_sync.publish.states import StateRecord
     from delta_weight_sync.publish.undo import UndoLog
-    from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest, Recipe
-    from delta_weight_sync.run import Run, TensorDiff
+    from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest, Recipe, Tag
+    from delta_weight_sync.run import Run
     from delta_weight_sync.trl.transfer import BucketWeightTransfer
 
 __version__ = "0.2.0"
@@ -39,6 +40,7 @@ __all__ = [
     "Recipe",
     "Run",
     "StateRecord",
+    "Tag",
     "TensorDiff",
     "UndoLog",
     "__version__",
@@ -60,7 +62,8 @@ _HOMES = {
     "Recipe": "delta_weight_sync.records",
     "Run": "delta_weight_sync.run",
     "StateRecord": "delta_weight_sync.publish.states",
-    "TensorDiff": "delta_weight_sync.run",
+    "Tag": "delta_weight_sync.records",
+    "TensorDiff": "delta_weight_sync.differences",
     "UndoLog": "delta_weight_sync.publish.undo",
     "follow": "delta_weight_sync.checkout",
 }

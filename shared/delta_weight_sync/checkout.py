@@ -110,7 +110,7 @@ def follow(
     *,
     poll_s: float = POLL_S,
     public_key: str | Path | None = None,
-    version: int | None = None,
+    version: int | str | None = None,
     once: bool = False,
     on_error: Callable[[Exception], object] | None = None,
 ) -> FollowedVersions:
@@ -132,7 +132,7 @@ def follow(
         into: The folder. It is created if it does not exist.
         poll_s: Usual seconds between two polls if the store sends no notifications.
         public_key: As for `Run`.
-        version: Yield this version only, then end.
+        version: Yield this version only (a number or a tag), then end.
         once: Yield the newest version only, then end.
         on_error: Called with each error after which `follow` tries again. If `follow` had to skip damaged
             records to find the newest version, also called with an error that names these records. Not called

@@ -3,7 +3,8 @@
 This is safe while a writer and readers use the run. An object is *young* if it, or the manifest of its
 version, is less than `GRACE_S` seconds old. Young objects stay. If a manifest is young, all files that it
 names stay, because readers may still fetch them. HEADs, log, trainer states, and files of a version in
-progress stay. All ages count back from the newest versions, so a finished run does not age.
+progress stay. A version with a valid tag stays as long as the tag. All ages count back from the newest
+versions, so a finished run does not age.
 
 A clock may be wrong while one version is published, ahead or behind. This must not delete anything that would
 stay if the clock were right. So no age relies on the time of a single version:
@@ -27,13 +28,15 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
-from delta_weight_sync.errors import ConfigError, ObjectMissingError
+from delta_weight_sync.errors import ConfigError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import RunReader, manifests_of
 from delta_weight_sync.records import FileRef, Manifest, Writer, state_version, version_key
 from delta_weight_sync.store import Bucket, ObjectInfo
+from delta_weight_sync.tags import tags_of
 
 GRACE_S: Final = 3600.0
 _AT_ONCE: Final = 500  # objects in one call of `delete`, which some stores send as one request
@@ -71,6 +74,7 @@ class Survey(NamedTuple):
     kept: int  # bytes of the run that stay
     oldest: int  # this and all newer versions can still be built afterwards
     newest: int  # the newest version
+    tagged: tuple[str, ...] = ()  # the tags of older versions, which stay
 
 
 class _Version(NamedTuple):
@@ -161,11 +165,16 @@ class Pruner:
         def size_of(keys: Iterable[str]) -> int:
             return sum(infos[key].size for key in keys if key in infos)
 
-        kept = {*spare, *filter(lasts, infos)}
+        tagged = self._tagged(newest)
+        keys = {key for version in tagged.values() for key in (version.key, *version.needs)}
+        kept = {*spare, *filter(lasts, infos), *(keys & infos.keys())}
+        # A tagged version is no reason to keep what lies between it and the newest versions.
+        alone = {version.key for version in tagged.values()}
+        chain = {key: info for key, info in infos.items() if key not in alone}
         size = size_of(kept)
         oldest = newest.version
         limit = self._keep.size - reserve
-        for version in self._versions(newest, infos):
+        for version in self._versions(newest, chain):
             whole = version.number == newest.version or is_young(version.key)  # keep all files that it names
             must = whole or version.number >= oldest_state  # keep it even beyond the budget
             more = {version.key, *(version.names if whole else version.needs)} - kept
@@ -175,14 +184,29 @@ class Pruner:
             kept |= more
             size += size_of(more)
             oldest = version.number
-        self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
+        self._read = {
+            key: version for key, version in self._read.items() if version.number >= oldest or key in alone
+        }
         doomed = [(part, infos[key]) for key in infos.keys() - kept if (part := version_key(key))]
         # Manifests are deleted first, so that an interruption leaves no manifest whose files are gone. Among
         # the manifests, and then among the other files, old ones are deleted first.
         doomed.sort(key=lambda one: (one[0].kind != "manifests", one[0].version, one[1].key))
         why = "no remaining version needs it", f"older than version {oldest}"
         delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)
-        return Survey(delete, sum(doomed.info.size for doomed in delete), size, oldest, newest.version)
+        freed = sum(doomed.info.size for doomed in delete)
+        old = tuple(name for name, version in tagged.items() if version.number < oldest)
+        return Survey(delete, freed, size, oldest, newest.version, old)
+
+    def _tagged(self, newest: Manifest) -> dict[str, _Version]:
+        """The versions that have valid tags, by tag."""
+        found: dict[str, _Version] = {}
+        for tag in tags_of(self._reader, newest):
+            key = tag.manifest.key
+            with suppress(ObjectMissingError, ProtocolError):  # then no reader can build the version, either
+                found[tag.name] = self._read.get(key) or self._remember(
+                    self._reader.read(Manifest, tag.manifest)
+                )
+        return found
 
     def _versions(self, newest: Manifest, infos: Mapping[str, ObjectInfo]) -> Iterator[_Version]:
         """Yield the versions, newest first. Each manifest is read only once. If one is missing, go on below

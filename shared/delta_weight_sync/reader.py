@@ -22,6 +22,7 @@ from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.records import (
     HEAD_BYTES,
     MANIFEST_BYTES,
+    TAG_BYTES,
     AnchorRef,
     DeltaRef,
     FileRef,
@@ -30,6 +31,7 @@ from delta_weight_sync.records import (
     Manifest,
     Rank,
     Recipe,
+    Tag,
     Writer,
     sha256_together,
 )
@@ -44,7 +46,7 @@ _TRIES = 5  # attempts to list and read the HEADs; a new writer may remove a HEA
 _MAX_HEADS = 16
 _MAX_MANIFESTS = 32
 _MAX_MANIFEST_BYTES = 8 << 20  # of all these manifests
-_LIMITS = {Head: HEAD_BYTES, Manifest: MANIFEST_BYTES}
+_LIMITS = {Head: HEAD_BYTES, Manifest: MANIFEST_BYTES, Tag: TAG_BYTES}
 Problems = dict[str, Exception]  # records that a search for a valid record skipped: key -> error
 
 
@@ -126,15 +128,16 @@ class RunReader:
         head = self.head()
         return self.resolve(head) if head else None
 
-    def manifest(self, version: int | None = None) -> Manifest:
-        """The manifest of `version`, by default the newest.
+    def manifest(self, version: int | str | None = None) -> Manifest:
+        """The manifest of `version` (a number or a tag), by default the newest.
 
         The reader finds an older manifest in a listing. It does not follow the chain of hashes that begins at
         HEAD. So check the digest of the weights that you build from the manifest, as `checkout` does.
 
         Raises:
-            NoVersionError: The run has not published this version.
+            NoVersionError: The run has not published this version, or has no such tag.
             ProtocolError: The version was deleted, or a record is damaged or not signed by a trusted key.
+            ConfigError: `version` is neither a number nor a possible tag.
         """
         run = self.keys.run
         newest = self.newest()
@@ -142,6 +145,8 @@ class RunReader:
             others = ", ".join(other for other in runs_in(self.bucket) if other != run)
             known = f"; the bucket holds {others}" if others else ""
             raise errors.NoVersionError(f"{self.place} has not published a first version{known}")
+        if isinstance(version, str):
+            return self._tagged(version, newest)
         if version in (None, newest.version):
             return newest
         if not 0 <= version < newest.version:
@@ -158,8 +163,46 @@ class RunReader:
                 continue
             if manifest.born == newest.born:  # else the manifest is of an earlier run with the same name
                 return manifest
-        oldest = min((parts.version for parts, _ in listed), default=newest.version)
+        # Below the oldest version there may be versions that tags keep.
+        newer = (parts.version for parts, _ in listed if parts.version > version)
+        oldest = min(newer, default=newest.version)
         raise unsigned or no_longer_held(f"run {run!r}", version, oldest)
+
+    def tag(self, name: str, newest: Manifest) -> Tag:
+        """Read and check a tag; `newest` is the run's newest manifest.
+
+        Raises:
+            NoVersionError: The run has no such tag.
+            SignatureError: The run is signed, but the tag is not, or no trusted key signed it.
+            ProtocolError: The tag is damaged, or of an earlier run with the same name.
+            ConfigError: `name` cannot be a tag.
+        """
+        key = self.keys.tag(name)
+        try:
+            tag = self.read(Tag, key)
+        except errors.ObjectMissingError:
+            fix = f"`delta-weight-sync tag {self.bucket.url}#{self.keys.run}` lists the tags"
+            raise errors.NoVersionError(f"run {self.keys.run!r} has no tag {name!r}: {fix}") from None
+        if tag.name != name:
+            raise errors.ProtocolError(f"{key} is a copy of tag {tag.name!r}: set it again, or remove it")
+        if newest.signature and not tag.signature:  # a reader without keys cannot check more than that
+            raise errors.SignatureError(
+                f"{key} has no signature, but the run's versions have: set it again with the trainer's key"
+            )
+        if tag.born != newest.born:
+            raise errors.ProtocolError(
+                f"tag {name!r} is of an earlier run of this name: set it again, or remove it"
+            )
+        return tag
+
+    def _tagged(self, name: str, newest: Manifest) -> Manifest:
+        tag = self.tag(name, newest)
+        try:
+            return self.read(Manifest, tag.manifest)
+        except errors.ObjectMissingError:
+            raise errors.ProtocolError(
+                f"version {tag.version}, which has the tag {name!r}, was deleted: tag another version"
+            ) from None
 
     def versions(self) -> Iterator[Manifest]:
         """Every manifest from the newest back to version 0, or to the oldest that was not deleted."""

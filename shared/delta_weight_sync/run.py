@@ -1,37 +1,15 @@
 """A run in a bucket, as its readers see it: `Run`, the reading half of the public API."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from delta_weight_sync.checkpoint import DTYPES, Bits, dtypes_in
+from delta_weight_sync.differences import TensorDiff, differences
 from delta_weight_sync.reader import open_run
-from delta_weight_sync.records import Manifest
+from delta_weight_sync.records import Manifest, Tag
 from delta_weight_sync.scratch import Scratch
+from delta_weight_sync.tags import remove_tag, set_tag, tags_of
 from delta_weight_sync.verification import verified
-
-
-@dataclass(frozen=True)
-class TensorDiff:
-    """The elements of a tensor whose bits differ between two versions.
-
-    Attributes:
-        name: The tensor's name in the checkpoint.
-        dtype: Its dtype, by safetensors' name, such as "BF16".
-        positions: Where the elements are in the flat tensor, ascending; int64.
-        before: Their bits in the first version, as unsigned integers of the dtype's size.
-        after: Their bits in the second version. `torch.from_numpy(diff.after).view(torch.bfloat16)` gives the
-            values of a "BF16" tensor.
-    """
-
-    name: str
-    dtype: str
-    positions: NDArray[np.int64]
-    before: NDArray[np.unsignedinteger]
-    after: NDArray[np.unsignedinteger]
+from delta_weight_sync.waiting import wait_for
 
 
 class Run:
@@ -69,11 +47,12 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {self.url}>"
 
-    def manifest(self, version: int | None = None) -> Manifest:
-        """The manifest of a version, by default the newest.
+    def manifest(self, version: int | str | None = None) -> Manifest:
+        """The manifest of a version (a number or a tag), by default the newest.
 
         Raises:
-            NoVersionError: The run has not published this version, or none at all.
+            NoVersionError: The run has not published this version, or none at all, or it has no such tag.
+            ConfigError: The text cannot be a tag.
             ProtocolError: The version was deleted, or a record is damaged or not signed by a trusted key.
             BucketError: The bucket cannot be read.
         """
@@ -84,8 +63,10 @@ class Run:
         Each one is read when it is needed; raises as `manifest` does."""
         return self._reader.versions()
 
-    def checkout(self, folder: str | Path, version: int | None = None) -> Manifest:
-        """Write a version to `folder` as an ordinary Hugging Face checkpoint, by default the newest.
+    def checkout(self, folder: str | Path, version: int | str | None = None) -> Manifest:
+        """Write a version to `folder` as an ordinary Hugging Face checkpoint.
+
+        `version` is a number or a tag; by default, the newest version is written.
 
         Files of the same names are replaced. If a download fails, the next call continues it.
 
@@ -100,37 +81,92 @@ class Run:
         self._reader.checkout(manifest, Path(folder))
         return manifest
 
-    def verify(self) -> Iterator[Manifest]:
+    def verify(self, version: int | str | None = None) -> Iterator[Manifest]:
         """Rebuild every version, oldest first, and yield the manifest of each that has the published digest.
 
-        Anchors and jumps are checked, too. The disk holds at most two checkpoints at the same time.
+        With `version`, a number or a tag, rebuild only this one. Without, anchors and jumps are checked,
+        too, but not versions below the oldest one that was not deleted, which only tags keep. The disk
+        holds at most two checkpoints at the same time.
 
         Raises:
             ProtocolError, CodecError, ObjectMissingError: The run is damaged; the message names what.
             NoVersionError, BucketError: As for `manifest`.
         """
-        return verified(self._reader)
+        return verified(self._reader) if version is None else self._verified(version)
 
-    def diff(self, before: int, after: int) -> Iterator[TensorDiff]:
+    def _verified(self, version: int | str) -> Iterator[Manifest]:
+        with Scratch() as folder:
+            yield self.checkout(folder, version)
+
+    def tag(self, version: int | str | None, name: str, *, signing_key: str | Path | None = None) -> Tag:
+        """Give a version a tag, such as "best", which is accepted wherever a version is.
+
+        A version with a tag is kept when older versions are deleted. If another version has this tag, it
+        loses the tag.
+
+        Args:
+            version: The number of the version, or another of its tags; None for the newest version.
+            name: The tag: at most 64 letters, digits, ".", "_" and "-", the first a letter.
+            signing_key: The key that signs the tag, as for `Publisher`; needed if the run is signed.
+
+        Raises:
+            ConfigError: `name` cannot be a tag, there are too many, or the run is signed and there is no key.
+            ProtocolError: The version was deleted.
+            NoVersionError, BucketError: As for `manifest`.
+        """
+        return set_tag(self._reader, version, name, signing_key)
+
+    def untag(self, name: str) -> None:
+        """Remove a tag. Its version may then be deleted with other old versions.
+
+        Raises:
+            ConfigError: The run has no such tag.
+            BucketError: The bucket cannot be read or written.
+        """
+        remove_tag(self._reader, name)
+
+    def tags(self) -> list[Tag]:
+        """The tags of the run, by name. Tags that are damaged, or that no trusted key signed, are left out.
+
+        Raises as `manifest` does.
+        """
+        return tags_of(self._reader, self._reader.manifest())
+
+    def diff(self, before: int | str, after: int | str, other: "Run | None" = None) -> Iterator[TensorDiff]:
         """The tensors that differ between two versions. Takes the disk space of two checkpoints.
 
-        Raises as `checkout` does.
+        Args:
+            before: A version of this run, by number or tag.
+            after: A version of `other`.
+            other: A run with the same tensors; by default this run.
+
+        Raises:
+            CodecError: The runs have different tensors, or as for `checkout`.
+            ProtocolError, NoVersionError, BucketError: As for `checkout`.
         """
-        with Scratch() as folder:
-            old = self._reader.checkout(self._reader.manifest(before), folder / "before")
-            new = self._reader.checkout(self._reader.manifest(after), folder / "after")
-            dtypes = dtypes_in(folder / "after")
-            for name in sorted(new):
-                old_elements = _elements(old[name], dtypes[name])
-                new_elements = _elements(new[name], dtypes[name])
-                positions = np.flatnonzero(old_elements != new_elements)
-                if positions.size:
-                    changed = old_elements[positions], new_elements[positions]
-                    yield TensorDiff(name, dtypes[name], positions, *changed)
+        new = (other or self)._reader
+        old = self._reader
+        found = differences((old, old.manifest(before)), (new, new.manifest(after)))
+        return (tensor for tensor in found if tensor.positions.size)
 
+    def wait(
+        self, version: int | str | None, replicas: Iterable[str], *, timeout_s: float | None = None
+    ) -> dict[str, int]:
+        """Wait until each replica serves a version or a newer one, with the published digest.
 
-def _elements(words: Bits, dtype: str) -> NDArray[np.unsignedinteger]:
-    """The words of a tensor as one unsigned integer for each element."""
-    size = DTYPES[dtype][1]
-    flat = np.ascontiguousarray(words).reshape(-1)
-    return flat.astype(np.uint8) if size == 1 else flat.view(f"u{size}")
+        Args:
+            version: The number of the version, which need not be published yet, or a tag; None for
+                the newest version.
+            replicas: The URL of each replica: a Space of this project, or a vLLM server with the plugin.
+            timeout_s: Seconds to wait at most; by default, for ever.
+
+        Returns:
+            The version that each replica serves, by URL.
+
+        Raises:
+            TimeoutError: The time is over; the message says what is missing at each replica.
+            ConfigError: No replica is given, or one of the URLs is not one.
+            ProtocolError, NoVersionError, BucketError: As for `manifest`.
+        """
+        number = version if isinstance(version, int) else self.manifest(version).version
+        return wait_for(self._reader, number, [*replicas], timeout_s)

@@ -135,7 +135,7 @@ class Kept(Mortal):
         mock.patch("delta_weight_sync.cli.commands.follow", quick).start()
         mock.patch("delta_weight_sync.watch.LONGEST_S", 4 * poll_s).start()
         mock.patch("delta_weight_sync.reader.open_bucket", self.open_bucket).start()
-        mock.patch("delta_weight_sync.cli.commands._ended_by_signals", contextlib.nullcontext).start()
+        mock.patch("delta_weight_sync.cli.commands.ended_by_signals", contextlib.nullcontext).start()
         words = ["follow", f"{url}#{RUN}", "--into", str(folder)]
         threading.Thread(target=self._follow, args=[words], daemon=True).start()
 

@@ -1,5 +1,6 @@
 """`Run`: what a program that only reads gets, from one URL."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from delta_weight_sync import CodecError, ConfigError, NoVersionError, ProtocolError, Publisher, Run, follow
+from tests.cli.command import command
 
 START = {
     "w": torch.zeros(8, 4, dtype=torch.bfloat16),
@@ -73,6 +75,27 @@ def test_a_diff_names_each_element_that_changed(url: str) -> None:
     assert (scale.name, scale.dtype, scale.positions.tolist()) == ("scale", "F32", [2])
     assert torch.from_numpy(scale.after).view(torch.float32).item() == np.float32(1 + 2 / 7)
     assert [*Run(url).diff(1, 1)] == []
+    assert (matrix.shape, scale.shape) == ((8, 4), (3,))
+    assert (matrix.largest_change, scale.largest_change) == (2.0, np.float32(1 + 2 / 7) - 1)
+
+
+def test_two_runs_of_one_model_are_compared(url: str, tmp_path: Path) -> None:
+    bucket = url.partition("#")[0]
+    other = f"{bucket}#second"
+    with Publisher(other, tmp_path / "base") as publisher:
+        publisher.publish(START | {"scale": torch.full((3,), 3.0)})
+    (scale, matrix) = Run(url).diff(2, 0, Run(other))
+    assert (scale.positions.size, matrix.positions.size) == (3, 2)
+    shown = command("diff", f"{url}@2", f"{other}@0")
+    assert "5 weights of 37 differ, 13.514 %, in 2 of 3 tensors" in shown.output
+    assert "scale [3]" in shown.output
+    assert json.loads(command("diff", f"{url}@2", other, "--json").output)["largest"] == 2.0
+    assert "0 weights of 37 differ" in command("diff", url, f"{url}@2").output
+    save_file({"w": START["w"]}, tmp_path / "base" / "model.safetensors")
+    with Publisher(f"{bucket}#third", tmp_path / "base") as publisher:
+        publisher.publish({"w": START["w"]})
+    with pytest.raises(CodecError, match="only in one of the two versions: compare runs of one model"):
+        [*Run(url).diff(2, 0, Run(f"{bucket}#third"))]
 
 
 def test_verify_yields_each_version_that_it_rebuilt_and_ends_at_damage(url: str, tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ COMMANDS = {
     "checkout": "write one version as an ordinary Hugging Face checkpoint",
     "bisect": "find the version that broke a metric, with a command that judges a checkpoint",
     "blame": "show which tensors changed most in one version, and how far",
+    "tag": "name a version, so that it is kept and found again, or list the tags",
+    "diff": "compare two versions, of one run or of two: weights changed, and how far",
+    "wait": "wait until replicas serve a version",
     "follow": "keep an ordinary Hugging Face checkpoint at the newest version, for any engine",
     "gc": "delete the oldest versions of a run, until the rest fits a size or an age",
     "keygen": "make a pair of keys, to sign the versions of a run and to check the signatures",
@@ -26,6 +29,13 @@ COMMANDS = {
     "doctor": "show which features work with the installed packages, and how to make the others work",
 }
 
+_MODULES: Final = {  # of the commands that are not in `commands`
+    "plan": "plan",
+    "doctor": "doctor",
+    "tag": "working_set",
+    "diff": "working_set",
+    "wait": "working_set",
+}
 _END_S: Final = 4.5  # seconds from a signal to the end, with a margin: users rely on 5 seconds
 # Only `follow` has a handler for SIGTERM. The other commands end immediately.
 _ENDED: Final[dict[int, int]] = {signal.SIGINT: 130, signal.SIGTERM: 0}
@@ -66,6 +76,6 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of an epilog
         )
         if name in words[:1]:
-            module = name if name in ("plan", "doctor") else "commands"
+            module = _MODULES.get(name, "commands")
             importlib.import_module(f"delta_weight_sync.cli.{module}").configure(command, name)
     return parser

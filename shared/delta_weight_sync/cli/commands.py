@@ -5,26 +5,19 @@ import functools
 import inspect
 import itertools
 import json
-import os
-import re
-import shlex
 import shutil
-import signal
-import string
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from delta_weight_sync.checkout import FollowedVersion, build, follow
-from delta_weight_sync.ending import groups
+from delta_weight_sync.cli.parts import URLS, add_run, opened, print_rows, version_or_tag
+from delta_weight_sync.cli.shell import ended_by_signals, run_in_shell
 from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
 from delta_weight_sync.prune import Keep, Pruner, prune
-from delta_weight_sync.reader import RunReader, manifests_of, open_run, runs_in
+from delta_weight_sync.reader import RunReader, manifests_of, runs_in
 from delta_weight_sync.records import Keys, Manifest
 from delta_weight_sync.run import Run
 from delta_weight_sync.runlog import RunLogReader, SyncEvent, TrafficEvent
@@ -36,7 +29,6 @@ from delta_weight_sync.util import size_text
 
 Arguments = argparse.Namespace
 _BLAMED: Final = 20  # max tensors that `blame` lists, except with --json
-_ENDING_S: Final = 3.0  # seconds from SIGTERM to SIGKILL; shorter than `cli._END_S`
 _UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
 _NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
 
@@ -50,16 +42,18 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     if name == "keygen":
         add("file", type=Path, metavar="FILE", help="file to write; it must not exist")
         return
-    urls = "hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>"
     if name == "runs":
-        add("url", metavar="BUCKET", help=urls)
+        add("url", metavar="BUCKET", help=URLS)
     else:
-        add("url", metavar="RUN", help=f"{urls}; add #<run> if the bucket holds several runs")
-        add("--run", dest="run_name", metavar="NAME", help="name of the run, instead of #<run>")
+        add_run(parser)
     if name in ("runs", "log", "show", "blame", "verify"):
         add("--json", action="store_true", help="print JSON")
     if name in ("show", "checkout", "blame"):
-        add("--version", type=int, metavar="N", help="number of the version (default: the newest)")
+        text = "number or tag of the version (default: the newest)"
+        add("--version", type=version_or_tag, metavar="VERSION", help=text)
+    if name == "verify":
+        text = "rebuild only this version, a number or a tag (default: all)"
+        add("--version", type=version_or_tag, metavar="VERSION", help=text)
     if name == "log":
         add("-n", "--last", type=int, metavar="N", help="list only the newest N versions")
         add("--bytes", action="store_true", help="print what the run has sent and requested, by kind")
@@ -68,8 +62,10 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         add("--force", action="store_true", help="write to DIR even if it holds files")
     elif name == "bisect":
         add("--eval", metavar="COMMAND", required=True, help="command that judges a version")
-        add("--good", type=int, metavar="N", help="a version that is good (default: the oldest)")
-        add("--bad", type=int, metavar="N", help="a later version that is bad (default: the newest)")
+        good = "a number or tag of a version that is good (default: the oldest)"
+        bad = "a number or tag of a later version that is bad (default: the newest)"
+        add("--good", type=version_or_tag, metavar="VERSION", help=good)
+        add("--bad", type=version_or_tag, metavar="VERSION", help=bad)
     elif name == "follow":
         add("--into", type=Path, metavar="DIR", required=True, help="folder to write")
         add("--on-version", metavar="COMMAND", default="", help="command to run for each new version")
@@ -78,43 +74,6 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         keep = "how much to keep: 20GB, 500MB, 7d or 12h"
         add("--keep", metavar="SIZE|AGE", required=True, help=keep)
         add("--dry-run", action="store_true", help="print what would be deleted, and why")
-
-
-def _opened(arguments: Arguments) -> RunReader:
-    return open_run(arguments.url, arguments.run_name)
-
-
-def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
-    """Run the user's command for a version and return its exit code.
-
-    {path}, {version} and {digest} are replaced by the version's folder, number and digest, each quoted for
-    the shell. If a signal ended the command, the code is negative or above 128."""
-    values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
-    filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
-
-    def start() -> subprocess.Popen[bytes]:
-        shell = subprocess.Popen(filled, shell=True, process_group=0)
-        groups.add(shell.pid)
-        return shell
-
-    # Another thread starts the command. In this thread, an exception of a signal handler could interrupt the
-    # start, and the process that was just started would be lost.
-    with ThreadPoolExecutor(1) as starter:
-        started = starter.submit(start)
-        try:
-            code = started.result().wait()
-        except BaseException:  # end the command and all processes that it started
-            shell = started.result()
-            with suppress(ProcessLookupError):
-                os.killpg(shell.pid, signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    shell.wait(_ENDING_S)
-                os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
-            groups.discard(shell.pid)
-            raise
-    groups.discard(started.result().pid)
-    return code
 
 
 def _payload(manifest: Manifest) -> int:
@@ -131,22 +90,6 @@ def _when(manifest: Manifest) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(manifest.created_at))
 
 
-def _print(columns: str, rows: Iterable[dict[str, Any]], as_json: bool) -> None:
-    """Print each row as a line of a table, with a header, or as a line of JSON."""
-    if not as_json:
-        print(columns.format_map({name: name for _, name, *_ in string.Formatter().parse(columns) if name}))
-    for row in rows:
-        print(json.dumps(row) if as_json else columns.format_map({k: _cell(k, v) for k, v in row.items()}))
-
-
-def _cell(name: str, value: Any) -> str:
-    if isinstance(value, float):
-        return f"{100 * value:.3f} %"
-    if isinstance(value, bool):
-        return "yes" if value else ""
-    return size_text(value) if name in ("payload", "size") else printable(str(value))
-
-
 def _runs(arguments: Arguments) -> None:
     bucket = open_bucket(arguments.url)
 
@@ -157,7 +100,7 @@ def _runs(arguments: Arguments) -> None:
             facts = {"newest": newest.version, "published": _when(newest)} if newest else {}
             yield {"newest": "", "published": ""} | facts | {"size": size, "run": run}
 
-    _print("{newest:>7}  {published:19}  {size:>8}  {run}", rows(), arguments.json)
+    print_rows("{newest:>7}  {published:19}  {size:>8}  {run}", rows(), arguments.json)
 
 
 def _log(arguments: Arguments) -> None:
@@ -165,9 +108,9 @@ def _log(arguments: Arguments) -> None:
     many requests that took, as the run's log says. A headline sums up what a version takes.
     """
     if arguments.bytes:
-        _print_traffic(_opened(arguments), arguments.json)
+        _print_traffic(opened(arguments), arguments.json)
         return
-    reader = _opened(arguments)
+    reader = opened(arguments)
     anchors = set[int]()
     manifest = reader.manifest()  # the others are read one by one, because all of them could fill the memory
 
@@ -194,7 +137,7 @@ def _log(arguments: Arguments) -> None:
             manifest = older
 
     columns = "{version:>7}  {published:19}  {syncs:>9}  {payload:>8}  {changed:>9}  {digest:16}  {anchor}"
-    _print(columns, rows(), arguments.json)
+    print_rows(columns, rows(), arguments.json)
     if not (arguments.json or arguments.last):
         _print_deleted(manifest)
 
@@ -223,7 +166,7 @@ def _print_traffic(reader: RunReader, as_json: bool) -> None:
 def _show(arguments: Arguments) -> None:
     from delta_weight_sync.codec import Delta
 
-    reader = _opened(arguments)
+    reader = opened(arguments)
     manifest = reader.manifest(arguments.version)
     facts = manifest.model_dump(include={"run", "version", "digest", "changed", "total", "full_bytes"}) | {
         "payload_bytes": _payload(manifest),
@@ -248,20 +191,20 @@ def _show(arguments: Arguments) -> None:
     for number, group in enumerate(groups):
         print(f"group {number}, {printable(group)}")
     if tensors:
-        _print("{changed:>10}  {of:>12}  {group:>5}  {tensor}", tensors, as_json=False)
+        print_rows("{changed:>10}  {of:>12}  {group:>5}  {tensor}", tensors, as_json=False)
 
 
 def _verify(arguments: Arguments) -> None:
     """Rebuild every version, oldest first. Stop with an error if a version differs from the published one."""
     oldest: Manifest | None = None
     count = 0
-    for manifest in Run(arguments.url, arguments.run_name).verify():
+    for manifest in Run(arguments.url, arguments.run_name).verify(arguments.version):
         oldest = oldest or manifest
         count += 1
         facts = {"version": manifest.version, "digest": manifest.digest}
         text = f"version {manifest.version} ok, digest {manifest.digest}"
         print(json.dumps(facts) if arguments.json else text, flush=True)
-    if oldest and not arguments.json:
+    if oldest and arguments.version is None and not arguments.json:
         _print_deleted(oldest)
         print(f"all {count} versions verified")
 
@@ -282,7 +225,7 @@ def _blame(arguments: Arguments) -> None:
     """
     from delta_weight_sync.codec import ULP_CLASSES, Delta, count_ulps
 
-    reader = _opened(arguments)
+    reader = opened(arguments)
     manifest = reader.manifest(arguments.version)
     if not manifest.delta:
         what = f"version {manifest.version} was published as a whole checkpoint, without a delta"
@@ -309,7 +252,7 @@ def _blame(arguments: Arguments) -> None:
         changed = f"{manifest.changed:,} weights of {manifest.total:,}, {100 * (1 - manifest.sparsity):.3f} %"
         print(f"version {manifest.version} changed {changed}")
     columns = "  ".join(["{changed:>10}", "{share:>9}", *(f"{{{name}:>11}}" for name in classes), "{tensor}"])
-    _print(columns, rows, arguments.json)
+    print_rows(columns, rows, arguments.json)
     if len(tensors) > _BLAMED and not arguments.json:
         print(f"{len(tensors) - _BLAMED} more tensors changed, by equal or smaller shares")
 
@@ -329,23 +272,18 @@ def _bisect(arguments: Arguments) -> None:
     if not any(word in arguments.eval for word in ("{path}", "{version}", "{digest}")):
         raise CommandError("--eval is the same for all versions: use {path}, {version} or {digest} in it")
     # version -> good, bad, or unknown
-    reader = _opened(arguments)
+    reader = opened(arguments)
     verdicts = dict[int, bool | None]()
-    good = arguments.good
-    bad = arguments.bad
-    if good is None:
-        good = min(manifests_of(reader.bucket.list(reader.keys.manifests)), default=0)
-    if bad is None:
-        bad = reader.manifest().version
+    listed = sorted(manifests_of(reader.bucket.list(reader.keys.manifests)))
+    bad = reader.manifest(arguments.bad).version
+    good = min(listed, default=0) if arguments.good is None else reader.manifest(arguments.good).version
     if good >= bad:
         raise CommandError(f"nothing lies between good {good} and bad {bad}: --bad must be a later version")
-    for end in (good, bad):
-        reader.manifest(end)  # raises an error if there is no such version
     held: FollowedVersion | None = None  # the last good version; later versions are built from it
     with Scratch() as folder:
         # The user vouches for a named end. Any other end is judged before the versions between the ends.
         ends = [bad] * (arguments.bad is None) + [good] * (arguments.good is None)
-        while left := ends or [version for version in range(good + 1, bad) if version not in verdicts]:
+        while left := ends or [each for each in listed if good < each < bad and each not in verdicts]:
             version = left.pop(0) if ends else left[len(left) // 2]
             manifest = reader.manifest(version)
             built = FollowedVersion(manifest, folder / f"{version:08d}")
@@ -364,6 +302,10 @@ def _bisect(arguments: Arguments) -> None:
                 )
             good = version if verdict else good
             bad = version if verdict is False else bad
+    if good + 1 < bad and not any(good < version < bad for version in listed):
+        raise CommandError(
+            f"the first bad version is in the range {good + 1} to {bad}: the versions between were deleted"
+        )
     if good + 1 < bad:
         raise CommandError(
             f"the first bad version is in the range {good + 1} to {bad}: your command could not judge any"
@@ -376,7 +318,7 @@ def _bisect(arguments: Arguments) -> None:
 
 def _judge(command: str, version: FollowedVersion) -> bool | None:
     """Whether a version is good, or None if the user's command does not know. Raises `CommandError`."""
-    code = _run_in_shell(command, version.path, version.manifest)
+    code = run_in_shell(command, version.path, version.manifest)
     if code in _NOT_STARTED:
         raise CommandError(f"--eval could not be started (exit code {code}): try it in a shell on a checkout")
     if not 0 <= code <= _UNKNOWN:
@@ -404,7 +346,7 @@ def _follow(arguments: Arguments) -> None:
     into = arguments.into
     once = arguments.once
     run = Run(arguments.url, arguments.run_name)
-    with _ended_by_signals(), follow(run, into, once=once, on_error=_complain) as versions:
+    with ended_by_signals(), follow(run, into, once=once, on_error=_complain) as versions:
         for version in versions:
             try:
                 _announce(version, into, arguments.on_version)
@@ -421,25 +363,13 @@ def _announce(version: FollowedVersion, into: Path, command: str) -> None:
     if done.exists() and done.read_text() == f"{text} {command}":
         return
     print(f"{text} is in {version.path}", flush=True)
-    if command and (code := _run_in_shell(command, version.path, version.manifest)):
+    if command and (code := run_in_shell(command, version.path, version.manifest)):
         raise CommandError(f"the command for version {version.version} ended with exit code {code}")
     done.write_text(f"{text} {command}")
 
 
 def _complain(error: Exception) -> None:
     print(f"delta-weight-sync follow: {printable(str(error))}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """While the block runs, Ctrl-C and SIGTERM raise `SystemExit`, which also ends a running command."""
-    codes: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
-    before = {sign: signal.signal(sign, lambda got, _: sys.exit(codes[got])) for sign in codes}
-    try:
-        yield
-    finally:
-        for sign, handler in before.items():
-            signal.signal(sign, handler)
 
 
 def _gc(arguments: Arguments) -> None:
@@ -449,14 +379,15 @@ def _gc(arguments: Arguments) -> None:
       - objects that are at most an hour older than the run's newest object;
       - files that a manifest names, if the manifest is at most an hour older than the run's newest object;
       - the version of the oldest saved trainer state, and later versions;
-      - HEADs, states, log, run.json and README.md.
+      - versions that have a tag, see `tag`; with a public key, or in a signed run, only of signed tags;
+      - HEADs, states, tags, log, run.json and README.md.
 
     So you can run the command while a trainer and replicas use the run. A deleted version can no longer be
     checked out, pinned or verified.
 
     With Publisher(..., keep="20GB"), the trainer deletes old versions itself.
     """
-    reader = _opened(arguments)
+    reader = opened(arguments)
     keep = Keep.parse(arguments.keep)
     reader.manifest()  # raises an error if there is no version
     survey = Pruner(reader, keep).survey()
@@ -469,8 +400,10 @@ def _gc(arguments: Arguments) -> None:
     done = "would be deleted" if arguments.dry_run else "deleted"
     stay = f"versions {survey.oldest} to {survey.newest} stay, {size_text(survey.kept)}"
     if survey.kept > keep.size:
-        need = "the newest version, the last hour and saved states need them"
+        need = "the newest version, the last hour, saved states and tags need them"
         stay += f", which is more than {arguments.keep}: {need}"
+    if survey.tagged:
+        stay += f"; tags keep {', '.join(survey.tagged)}"
     print(f"{len(survey.delete)} objects {done}, {size_text(survey.freed)}; {stay}")
 
 

@@ -24,6 +24,7 @@ from delta_weight_sync.records.files import joined as joined
 from delta_weight_sync.records.files import part_suffix as part_suffix
 from delta_weight_sync.records.files import sha256_together as sha256_together
 from delta_weight_sync.records.keys import RUN_NAME as RUN_NAME
+from delta_weight_sync.records.keys import TAG_NAME as TAG_NAME
 from delta_weight_sync.records.keys import Keys as Keys
 from delta_weight_sync.records.keys import LogKey as LogKey
 from delta_weight_sync.records.keys import VersionKey as VersionKey
@@ -31,6 +32,7 @@ from delta_weight_sync.records.keys import Writer as Writer
 from delta_weight_sync.records.keys import head_writer as head_writer
 from delta_weight_sync.records.keys import log_key as log_key
 from delta_weight_sync.records.keys import state_version as state_version
+from delta_weight_sync.records.keys import tag_name as tag_name
 from delta_weight_sync.records.keys import version_key as version_key
 from delta_weight_sync.records.limits import ANCHOR_PAYS as ANCHOR_PAYS
 from delta_weight_sync.records.limits import HEAD_BYTES as HEAD_BYTES
@@ -41,8 +43,10 @@ from delta_weight_sync.records.limits import MAX_ASSETS as MAX_ASSETS
 from delta_weight_sync.records.limits import MAX_FILES as MAX_FILES
 from delta_weight_sync.records.limits import MAX_PARTS as MAX_PARTS
 from delta_weight_sync.records.limits import MAX_REFS as MAX_REFS
+from delta_weight_sync.records.limits import MAX_TAGS as MAX_TAGS
 from delta_weight_sync.records.limits import POLL_S as POLL_S
 from delta_weight_sync.records.limits import STRIDES as STRIDES
+from delta_weight_sync.records.limits import TAG_BYTES as TAG_BYTES
 from delta_weight_sync.records.limits import WINDOW as WINDOW
 from delta_weight_sync.records.manifests import FORMAT as FORMAT
 from delta_weight_sync.records.manifests import Head as Head
@@ -50,6 +54,7 @@ from delta_weight_sync.records.manifests import Manifest as Manifest
 from delta_weight_sync.records.manifests import Rank as Rank
 from delta_weight_sync.records.manifests import RunInfo as RunInfo
 from delta_weight_sync.records.manifests import Sealed as Sealed
+from delta_weight_sync.records.manifests import Tag as Tag
 from delta_weight_sync.records.manifests import parse as parse
 from delta_weight_sync.records.manifests import reference as reference
 from delta_weight_sync.records.recipes import Recipe as Recipe

@@ -10,10 +10,11 @@ import re
 from typing import Final, NamedTuple, Self
 from uuid import uuid4
 
-from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.errors import ConfigError, ProtocolError
 from delta_weight_sync.records.limits import LOG_FLUSHES
 
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+TAG_NAME: Final = r"[A-Za-z][A-Za-z0-9._-]{0,63}"
 LINK: Final = re.compile(r"(?:deltas/|jumps/\d+-)\d+\.(t\d{1,18}-[0-9a-f]{8})(?:\.(r\d{1,9}))?\.safetensors")
 """The end of the key of a delta or a jump: its groups are the writer's name, and the name of the part."""
 
@@ -22,6 +23,7 @@ _LAST_TERM = 10**18 - 1
 _HEAD = re.compile(rf".*/heads/({_NUMBER})\.([0-9a-f]{{32}})\.json")
 _STATE = re.compile(rf".*/state/({_NUMBER})\.{_NUMBER}\.t[^/]*\.json")
 _LOG = re.compile(rf".*/log/({_NUMBER})\.([0-9a-f]{{32}})\.(\d{{8,12}})(?:-(\d{{8,12}}))?\.jsonl\.zst")
+_TAG = re.compile(rf".*/tags/({TAG_NAME})\.json")
 _PART = re.compile(
     rf".*/(anchors|deltas|jumps|manifests)/(?:{_NUMBER}-)?({_NUMBER})\.t(\d{{1,18}})-([0-9a-f]{{8}})[./].*"
 )
@@ -69,6 +71,7 @@ class Keys:
         self.heads = f"{self.folder}heads/"
         self.manifests = f"{self.folder}manifests/"
         self.states = f"{self.folder}state/"
+        self.tags = f"{self.folder}tags/"
         self.info = f"{self.folder}run.json"
         self.page = f"{self.folder}README.md"
         self.log = f"{self.folder}log/"
@@ -96,6 +99,13 @@ class Keys:
     def state(self, version: int, sync: int, writer: Writer) -> str:
         """Folder of the trainer state at `version` and `sync`. Adding `.json` gives the key of its record."""
         return f"{self.states}{version:08d}.{sync:08d}.{writer}"
+
+    def tag(self, name: str) -> str:
+        """A tag. Raises `ConfigError` if `name` cannot be one."""
+        if not re.fullmatch(TAG_NAME, name):
+            rule = "use at most 64 letters, digits, '.', '_' and '-', and begin with a letter"
+            raise ConfigError(f"{name!r} is not a tag: {rule}")
+        return f"{self.tags}{name}.json"
 
     def log_part(self, part: LogKey) -> str:
         """One flush or segment of a trainer's log."""
@@ -125,6 +135,11 @@ def version_key(key: str) -> VersionKey | None:
 def state_version(key: str) -> int | None:
     """The version of a trainer state, from the key of its record. None for any other key."""
     return int(match[1]) if (match := _STATE.fullmatch(key)) else None
+
+
+def tag_name(key: str) -> str | None:
+    """The name of a tag, from its key. None for any other key."""
+    return match[1] if (match := _TAG.fullmatch(key)) else None
 
 
 def log_key(key: str) -> LogKey | None:

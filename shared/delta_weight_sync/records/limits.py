@@ -6,6 +6,8 @@ POLL_S: Final = 1.0  # usual seconds between two requests for HEAD, without the 
 MAX_ASSETS: Final = 1024  # max files of an anchor
 MAX_PARTS: Final = 64  # max parts of a delta that a trainer writes
 MAX_REFS: Final = 1 << 14  # max delta files in a manifest, and max jump files
+MAX_TAGS: Final = 256  # max tags of a run
+TAG_BYTES: Final = 16 << 10  # max bytes of a tag
 HEAD_BYTES: Final = 64 << 10  # max bytes of a HEAD
 MANIFEST_BYTES: Final = (
     1 << 20

@@ -12,7 +12,7 @@ from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.records import rows
 from delta_weight_sync.records.fields import Count, Digest, Record, RunName, Sha256, Time, Word, WriterId
 from delta_weight_sync.records.files import AnchorRef, DeltaRef, Deltas, FileRef
-from delta_weight_sync.records.keys import RUN_NAME, Keys, Writer
+from delta_weight_sync.records.keys import RUN_NAME, TAG_NAME, Keys, Writer
 from delta_weight_sync.records.recipes import Recipe, cheapest_recipe
 
 FORMAT: Final = "delta-weight-sync/3"
@@ -172,6 +172,26 @@ class Head(Sealed):
     def rank(self) -> Rank:
         """HEAD's place in the order of versions. If HEAD names no version, the version counts as -1."""
         return self.born, self.writer_term, self.writer, -1 if self.version is None else self.version
+
+
+class Tag(Sealed):
+    """A name for a version, such as `best`. Its version is kept when older versions are deleted.
+
+    Attributes:
+        name: The tag, also the name of its object.
+        born: Unix seconds when the run was created, as in the manifest.
+        version: The number of the version.
+        digest: The digest of the version's weights.
+        manifest: The manifest of the version.
+        created_at: Unix seconds when the tag was set.
+    """
+
+    name: Annotated[str, Field(pattern=f"^{TAG_NAME}$")]
+    born: Time
+    version: Count
+    digest: Digest
+    manifest: FileRef
+    created_at: Time
 
 
 class RunInfo(Record):

@@ -55,8 +55,13 @@ class Commands:
         self.paused = False
         self.pinned = None
 
-    def pin(self, version: int) -> None:
-        """Go to `version` and stay there; raises `ProtocolError` if the run has no such version."""
+    def pin(self, version: int | str) -> None:
+        """Go to `version`, a number or a tag, and stay there. A tag that moves later moves no replica.
+
+        Raises:
+            ProtocolError: The run has no such version.
+            ConfigError: The text cannot be a tag.
+        """
         self.paused, self.pinned = False, self._reader.manifest(version)
 
     def describe(self) -> str:

@@ -253,11 +253,11 @@ def _router(key: str) -> APIRouter:
         add(command)
 
     @owner.post("/pin")
-    async def pin(follower: _Running, version: int) -> None:
-        """Go to a version and stay there."""
+    async def pin(follower: _Running, version: str) -> None:
+        """Go to a version, a number or a tag, and stay there."""
         try:
-            await asyncio.to_thread(follower.commands.pin, version)
-        except ProtocolError as error:
+            await asyncio.to_thread(follower.commands.pin, int(version) if version.isdecimal() else version)
+        except (ProtocolError, ConfigError) as error:
             raise HTTPException(404, str(error)) from None
 
     if key:

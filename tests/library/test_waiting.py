@@ -1,0 +1,68 @@
+"""`Run.wait`: what counts as serving a version, and what is said of a replica that does not."""
+
+import time
+
+import pytest
+
+from delta_weight_sync import ConfigError, Run
+from delta_weight_sync.runlog import ReplicaEvent, ReplicaReport
+from tests.cli.command import command
+from tests.support.http_server import answering
+from tests.support.published_run import write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    url = tmp_path_factory.mktemp("bucket").as_uri()
+    write_run(url, tmp_path_factory.mktemp("base"), versions=3)
+    return Run(f"{url}#test")
+
+
+def serving(run, *versions, path="/status", digest=None):
+    """A server whose replica serves these versions, one at each answer; the last one stays."""
+    left = [*versions]
+
+    def answer(request):
+        if request.path.partition("?")[0] != path:
+            return 404, {}, b""
+        version = left.pop(0) if len(left) > 1 else left[0]
+        bits = digest or (None if version is None else run.manifest(version).digest)
+        status = ReplicaEvent(t=time.time(), replica="r", state="starts", version=version, digest=bits)
+        return 200, {}, ReplicaReport(status=status, commits=()).model_dump_json().encode()
+
+    return answering(answer)
+
+
+def test_wait_returns_when_each_replica_serves_the_version_or_a_newer_one(run):
+    with serving(run, None, 0, 1) as space, serving(run, 2, path="/delta_weight_sync/status") as plugin:
+        assert run.wait(1, [space, plugin + "/"]) == {space: 1, plugin: 2}
+        shown = command("wait", run.url, "--replicas", plugin, "--timeout", 5).output
+        assert shown == f"{plugin} serves version 2\n"
+
+
+def test_what_is_missing_at_each_replica_is_said(run):
+    other = answering(lambda _: (200, {}, b"{}"))
+    wrong = serving(run, 2, digest="0" * 16)
+    with serving(run, None) as none, serving(run, 1) as old, wrong as wrong_url, other as other_url:
+        urls = [none, old, wrong_url, other_url, "http://127.0.0.1:1"]
+        with pytest.raises(TimeoutError) as caught:
+            run.wait(2, urls, timeout_s=0)
+        asked = command("wait", run.url, "--replicas", *urls, "--timeout", 0)
+    message = str(caught.value)
+    assert asked.code == 1
+    assert "5 of 5 replicas do not serve version 2" in asked.complaint
+    for part in (
+        f"{none} serves no version (starts)",
+        f"{old} serves version 1;",
+        f"{wrong_url} serves version 2 with another digest",
+        f"{other_url} gives a status of an unknown form",
+        "http://127.0.0.1:1 does not answer",
+    ):
+        assert part in message
+
+
+def test_what_is_no_url_is_refused(run):
+    with pytest.raises(ConfigError, match="begin it with http"):
+        run.wait(1, ["localhost:8000"])
+    with pytest.raises(ConfigError, match="no replica"):
+        run.wait(1, [])
