@@ -142,13 +142,15 @@ def follow(
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
 
     Raises:
-        ConfigError: `public_key` is set although `run` is a `Run`.
+        ConfigError: `public_key` is set although `run` is a `Run`, or `poll_s` is no number above 0.
         FolderError: From the iteration: another process follows into this folder, or it holds other files.
         DeltaWeightSyncError: From the iteration: the run cannot be opened. With `version` or `once`, any
             other error is raised, too.
     """
     if isinstance(run, Run) and public_key is not None:
         raise errors.ConfigError("public_key applies only to a URL: pass the key to `Run` instead")
+    if not isinstance(poll_s, int | float) or not poll_s > 0:
+        raise errors.ConfigError(f"poll_s is {poll_s!r}: give a number of seconds above 0")
     stopped = threading.Event()
     complain = on_error or (lambda error: _log.warning("%s", error))
 

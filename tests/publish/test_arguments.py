@@ -154,3 +154,21 @@ def test_what_a_notebook_shows_is_short(url, base, model, tmp_path):
     assert (
         repr(manifest) == f"<Manifest of run 'run': version 0, sync 1, all words, digest {manifest.digest}>"
     )
+
+
+def test_what_needs_a_version_says_so_instead_of_waiting(url, base, model):
+    optimizer = torch.optim.SGD(model.parameters())
+    with Publisher(url, base) as publisher:
+        for use in (publisher.flush, lambda: publisher.save_state(model, optimizer, final=True)):
+            with pytest.raises(ConfigError, match=r"^nothing was published yet: call `publish` first$"):
+                use()
+        publisher.publish(model)
+        for use in (publisher.save_state, publisher.restore):
+            with pytest.raises(ConfigError, match=r"^`optimizer` is of type Qwen3ForCausalLM: pass"):
+                use(model, model)
+
+
+@pytest.mark.parametrize("seconds", ["1", 0, None])
+def test_a_pause_that_is_no_number_of_seconds_is_refused(url, seconds):
+    with pytest.raises(ConfigError, match=r"^poll_s is .*: give a number of seconds above 0$"):
+        follow(url, "into", poll_s=seconds)

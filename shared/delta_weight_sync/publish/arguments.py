@@ -63,6 +63,14 @@ def whole_step(step: Any, newest: int) -> int:
     return number
 
 
+def require_optimizer(optimizer: Any) -> None:
+    """Raise `ConfigError` for anything but an optimizer."""
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            f"`optimizer` is of type {type(optimizer).__name__}: pass the torch.optim.Optimizer that trains"
+        )
+
+
 def named(weights: Any) -> Any:
     """Return `weights`, or an equal iterator of which the first pair was checked.
 

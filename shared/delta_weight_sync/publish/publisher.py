@@ -113,6 +113,7 @@ class Publisher:
         self._writer: RunWriter | None = None
         self._begun = False  # whether `publish` was called
         self._closed = False
+        self._has_version = False  # whether the run has a version, or will have one; the same on all ranks
         self._continued = 0  # the newest version when the run was opened
         self._found: FoundState | None = None
         self._start: Base | None = None  # only on the main rank
@@ -138,6 +139,7 @@ class Publisher:
             stack.push(self._resources.pop_all())
             # Rank 0 sends all ranks its identity as a writer, and the newest manifest.
             opened = self._peers.exchange(self._writer and (self._writer.writer, self._writer.newest))[0]
+            self._has_version = opened[1] is not None
             if not self._writer:
                 (place, run) = split_run(url)
                 (_, trusted) = writer_keys(signing_key)
@@ -210,6 +212,7 @@ class Publisher:
                     for target in plan.targets(name, tensor):
                         self._outbox.require_same(target.name, target.words)
                 return
+            self._has_version = True
             self._outbox.publish_base(self._whole(weights, plan), step)
             self._outbox.repeated = RepeatedSyncs({step: self._outbox.digest})
 
@@ -238,6 +241,7 @@ class Publisher:
         self._require_open()
         weights = arguments.named(weights)
         self.sync = self.sync + 1 if step is None else arguments.whole_step(step, self.sync)
+        self._has_version = True
         first = not self._begun
         self._begun = True
         if first and self._continued and self.resumed_from is None:
@@ -288,6 +292,8 @@ class Publisher:
             StateError: The state is of another model or optimizer. Or the run has versions after version 0,
                 but no state.
         """
+        self._require_open()
+        arguments.require_optimizer(optimizer)
         if self._found is None and self.find_state() is None:
             return None
         found = self._found
@@ -338,6 +344,8 @@ class Publisher:
             DeltaWeightSyncError: The first state could not be uploaded.
         """
         self._require_open()
+        self._require_version()
+        arguments.require_optimizer(optimizer)
         if final:
             with self._peers.fail_together():
                 self._saver.wait(_TIMEOUT_S)
@@ -364,6 +372,7 @@ class Publisher:
             TimeoutError: The syncs, or the state's upload after that, take longer than `timeout_s`.
             DeltaWeightSyncError: The background thread had failed with this error.
         """
+        self._require_version()
         with self._peers.fail_together():
             newest = self._outbox.flush(timeout_s) if self._peers.main else None
             self._saver.wait(timeout_s)
@@ -431,6 +440,10 @@ class Publisher:
             raise errors.ConfigError(
                 "this Publisher is closed: publish inside of its `with` block, or open another Publisher"
             )
+
+    def _require_version(self) -> None:
+        if not self._has_version:
+            raise errors.ConfigError("nothing was published yet: call `publish` first")
 
     def _planned(self, weights: Model) -> Plan:
         """Plan how the trainer's tensors become those of a version. All ranks call this together."""
