@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from delta_weight_sync.differences import TensorDiff, differences
+from delta_weight_sync.push import push_version
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.records import Manifest, Tag
 from delta_weight_sync.scratch import Scratch
@@ -148,6 +149,24 @@ class Run:
         old = self._reader
         found = differences((old, old.manifest(before)), (new, new.manifest(after)))
         return (tensor for tensor in found if tensor.positions.size)
+
+    def push(self, to: str, version: int | str | None = None, *, public: bool = False) -> str:
+        """Write a version to the Hub as an ordinary model repository, with a model card.
+
+        Args:
+            to: The model repository, such as "me/model". It is created if missing.
+            version: A number or a tag; by default the newest version.
+            public: Make a new repository public; by default it is private.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            ConfigError: `to` is not the name of a repository.
+            BucketError: The Hub refused the upload, or the bucket cannot be read.
+            ProtocolError, CodecError, NoVersionError: As for `checkout`.
+        """
+        return push_version(self._reader, self.manifest(version), to, public=public)
 
     def wait(
         self, version: int | str | None, replicas: Iterable[str], *, timeout_s: float | None = None

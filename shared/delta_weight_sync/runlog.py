@@ -3,8 +3,9 @@
 Each trainer writes a log of its own, as a series of flushes. A flush is one object, compressed, and never
 changes. It usually travels in the upload that a version makes anyway (`RunLogWriter.riding`). When `SEGMENT`
 flushes have come together, the writer stores them again as one object, a segment, and deletes them, so a
-reader of a long run makes few requests. Only trainers write, because replicas have read-only tokens. So the
-trainer asks replicas for their status and records the answers.
+reader of a long run makes few requests. Replicas write nothing, because they have read-only tokens. So the
+trainer asks replicas for their status and records the answers. A program that evaluates versions writes a log
+of its own, too, with the term 0, which no trainer has.
 
 The log is not signed, so readers do not trust it. Every field of an event has a limit. Readers shorten a text
 or list that is too long; they skip and count a line that breaks another limit or is no event.
@@ -27,6 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from delta_weight_sync.errors import BucketError, ObjectMissingError, ProtocolError
 from delta_weight_sync.records import (
     FORMAT,
+    LARGEST,
     LOG_FLUSHES,
     Count,
     Digest,
@@ -170,6 +172,18 @@ class ReplicaReport(Record):
     sampling_defaults: dict[Word, Number] = Field(default={}, max_length=16)
 
 
+class ScoreEvent(Record):
+    """A version was evaluated. `name` says by what, `digest` which weights were evaluated."""
+
+    kind: Literal["score"] = "score"
+    t: Time
+    version: Count
+    digest: Digest
+    name: Word
+    scores: Annotated[dict[Word, Number], Field(max_length=METRICS)]
+    seconds: Number  # how long the evaluation took
+
+
 class DoneEvent(Record):
     """Training ended. `digest` is computed from the trainer's live parameters."""
 
@@ -181,7 +195,8 @@ class DoneEvent(Record):
 
 
 Event = Annotated[
-    SyncEvent | TrafficEvent | StepEvent | ReplicaEvent | CommitEvent | DoneEvent, Field(discriminator="kind")
+    SyncEvent | TrafficEvent | StepEvent | ReplicaEvent | CommitEvent | ScoreEvent | DoneEvent,
+    Field(discriminator="kind"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
@@ -190,7 +205,8 @@ class RunLogWriter:
     """Appends events, and uploads them with the next version or, if none comes, from time to time.
 
     The log has a budget of bytes: a tenth of what the deltas take, but at least `VERSION_BYTES` a version. If
-    that is used up, steps are logged without their rollouts, or with fewer of them. Nothing else is left out.
+    that is used up, steps are logged without their rollouts, or with fewer of them, and spare events are left
+    out. Nothing else is left out.
 
     Args:
         bucket: The bucket that holds the run.
@@ -216,14 +232,18 @@ class RunLogWriter:
         self._reserved = 0  # bytes of the budget that are reserved for the segments of these flushes
         self._rides = True  # whether the last flush could be stored
         self._allowance = 8.0 * VERSION_BYTES  # bytes of log that may be written
+        self._spent = 0  # at most so many of them will go to events that wait and are spare
         self._uploading = threading.Lock()
         self._closed = threading.Event()
         self._flushed_at = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="run-log", daemon=True)
         self._thread.start()
 
-    def append(self, event: Event) -> None:
-        """Record one event without waiting. Never raises: a fault is logged, and the event is left out."""
+    def append(self, event: Event, *, spare: bool = False) -> None:
+        """Record one event without waiting. Never raises: a fault is logged, and the event is left out.
+
+        `spare`: leave the event out if the budget is used up.
+        """
         with self._guard:
             if isinstance(event, SyncEvent):
                 paid = max(event.payload_bytes / LOG_SHARE, VERSION_BYTES)
@@ -233,6 +253,11 @@ class RunLogWriter:
             line = _line(event)
             if len(line) > LINE and isinstance(event, StepEvent):
                 line = _line(_without_rollouts(event))
+            if spare:
+                cost = len(_compressed(line)) * _TWICE
+                if self._spent + cost > self._allowance:
+                    return
+                self._spent += cost
             if len(line) > LINE:
                 raise ValueError(f"an event has {len(line)} bytes, and at most {LINE} are allowed")
             with self._adding:
@@ -318,6 +343,7 @@ class RunLogWriter:
             data = _compressed(content)
             self._waiting -= sum(map(len, self._lines[:count]))
             del self._lines[:count]
+            self._spent = 0
         self._allowance -= len(data) * _TWICE
         self._reserved += len(data)
         self._in_flight = self._keys.log_part(LogKey(self._writer, self._next, self._next)), data
@@ -437,6 +463,18 @@ class RunLogReader:
                 yield event
             done = 0
             self._seen[part.writer] = at + 1, 0
+
+
+def finite(value: Any) -> float | None:
+    """The number as the log can hold it: a number, or a tensor or array of one, within `LARGEST`. None for
+    everything else."""
+    if not isinstance(value, int | float) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):  # of several elements
+            return None
+    within = isinstance(value, int | float) and -LARGEST <= value <= LARGEST
+    return float(value) if within else None
 
 
 def sync_event(

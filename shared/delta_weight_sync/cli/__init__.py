@@ -22,6 +22,8 @@ COMMANDS = {
     "tag": "name a version, so that it is kept and found again, or list the tags",
     "diff": "compare two versions, of one run or of two: weights changed, and how far",
     "wait": "wait until replicas serve a version",
+    "push": "write one version to the Hub as an ordinary model repository",
+    "evaluate": "score versions with a command, and write the scores into the run's log",
     "follow": "keep an ordinary Hugging Face checkpoint at the newest version, for any engine",
     "gc": "delete the oldest versions of a run, until the rest fits a size or an age",
     "keygen": "make a pair of keys, to sign the versions of a run and to check the signatures",
@@ -35,6 +37,8 @@ _MODULES: Final = {  # of the commands that are not in `commands`
     "tag": "working_set",
     "diff": "working_set",
     "wait": "working_set",
+    "evaluate": "working_set",
+    "push": "working_set",
 }
 _END_S: Final = 4.5  # seconds from a signal to the end, with a margin: users rely on 5 seconds
 # Only `follow` has a handler for SIGTERM. The other commands end immediately.

@@ -16,6 +16,7 @@ from delta_weight_sync.checkout import FollowedVersion, build, follow
 from delta_weight_sync.cli.parts import URLS, add_run, opened, print_rows, version_or_tag
 from delta_weight_sync.cli.shell import ended_by_signals, run_in_shell
 from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
+from delta_weight_sync.evaluation import scores_of
 from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader, manifests_of, runs_in
 from delta_weight_sync.records import Keys, Manifest
@@ -57,6 +58,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     if name == "log":
         add("-n", "--last", type=int, metavar="N", help="list only the newest N versions")
         add("--bytes", action="store_true", help="print what the run has sent and requested, by kind")
+        add("--scores", action="store_true", help="list the scores of `evaluate`, oldest version first")
     elif name == "checkout":
         add("--out", type=Path, metavar="DIR", required=True, help="folder to write; it must be empty or new")
         add("--force", action="store_true", help="write to DIR even if it holds files")
@@ -111,6 +113,9 @@ def _log(arguments: Arguments) -> None:
         _print_traffic(opened(arguments), arguments.json)
         return
     reader = opened(arguments)
+    if arguments.scores:
+        _print_scores(reader, arguments.json)
+        return
     anchors = set[int]()
     manifest = reader.manifest()  # the others are read one by one, because all of them could fill the memory
 
@@ -140,6 +145,15 @@ def _log(arguments: Arguments) -> None:
     print_rows(columns, rows(), arguments.json)
     if not (arguments.json or arguments.last):
         _print_deleted(manifest)
+
+
+def _print_scores(reader: RunReader, as_json: bool) -> None:
+    rows = [
+        {"version": event.version, "score": f"{event.name}/{name}", "value": f"{value:.6g}"}
+        for event in sorted(scores_of(reader), key=lambda event: event.version)
+        for name, value in event.scores.items()
+    ]
+    print_rows("{version:>7}  {value:>12}  {score}", rows, as_json)
 
 
 def _print_traffic(reader: RunReader, as_json: bool) -> None:

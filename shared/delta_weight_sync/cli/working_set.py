@@ -1,20 +1,32 @@
-"""The commands tag, diff and wait: versions by name, side by side, and at the replicas."""
+"""The commands tag, diff, wait, evaluate and push: versions by name, compared, served, judged and shared."""
 
 import argparse
 import inspect
 import json
 import math
+import os
 import re
+import shlex
+import sys
+import time
+from contextlib import closing
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 from delta_weight_sync.cli.parts import URLS, add_run, opened, print_rows, version_or_tag
+from delta_weight_sync.cli.shell import PLACES, ended_by_signals, run_in_shell
 from delta_weight_sync.differences import differences
-from delta_weight_sync.errors import ConfigError, printable
+from delta_weight_sync.errors import BucketError, CommandError, ConfigError, ProtocolError, printable
+from delta_weight_sync.evaluation import Evaluations, parsed_scores
+from delta_weight_sync.push import push_version
 from delta_weight_sync.reader import Problems, RunReader, open_run
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.run import Run
+from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.tags import remove_tag, set_tag, tags_of
 
+_LOOK_S: Final = 5.0  # seconds between two looks for versions to evaluate
+_READ: Final = 1 << 16  # bytes of a command's output that are read, from its end
 _LISTED: Final = 20  # max tensors that `diff` lists, except with --json
 
 
@@ -36,6 +48,17 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         add("name", nargs="?", metavar="NAME", help="the tag: letters, digits, '.', '_', '-', first a letter")
         add("--remove", metavar="NAME", help="remove a tag")
         add("--json", action="store_true", help="print JSON")
+    elif name == "push":
+        text = "number or tag of the version (default: the newest)"
+        add("--version", type=version_or_tag, metavar="VERSION", help=text)
+        add("--to", required=True, metavar="OWNER/NAME", help="the model repository, created if missing")
+        add("--public", action="store_true", help="make a new repository public (default: private)")
+    elif name == "evaluate":
+        text = "evaluate each version whose number N divides (default: 50)"
+        add("--every", type=_positive, default=50, metavar="N", help=text)
+        add("--name", default="eval", help="what the scores are called in the log (default: eval)")
+        add("--once", action="store_true", help="exit when all versions of now are evaluated")
+        add("command_words", nargs="+", metavar="COMMAND", help="after --: the command that prints scores")
     else:
         text = "number or tag of the version (default: the newest)"
         add("--version", type=version_or_tag, metavar="VERSION", help=text)
@@ -48,6 +71,13 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < math.inf:
         raise ValueError
     return seconds
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 def _tag(arguments: argparse.Namespace) -> None:
@@ -146,4 +176,79 @@ def _wait(arguments: argparse.Namespace) -> None:
         print(f"{printable(url)} serves version {version}")
 
 
-_COMMANDS: Final = {run.__name__[1:]: run for run in (_tag, _diff, _wait)}
+def _push(arguments: argparse.Namespace) -> None:
+    """The repository gets config, tokenizer, weights, and a model card with run, version and digest. Weights
+    of an earlier push are replaced.
+
+      delta-weight-sync push RUN --version best --to me/model
+    """
+    reader = opened(arguments)
+    manifest = reader.manifest(arguments.version)
+    url = push_version(reader, manifest, arguments.to, public=arguments.public)
+    print(f"version {manifest.version} (digest {manifest.digest}) is in {arguments.to}: {printable(url)}")
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    """COMMAND runs in a shell for each version that is due, oldest first, and for later ones as they come.
+    {path} becomes a folder with the version as an ordinary checkpoint, {version} its number, and {digest} its
+    digest. The last line that COMMAND prints has the scores: a number, or a JSON object of numbers.
+
+      delta-weight-sync evaluate RUN --every 50 -- python evaluate.py {path}
+
+    The scores go into the run's log; `log --scores` prints them, and the dashboard draws them. A version that
+    has scores under this name is not evaluated again, also after a restart. If COMMAND fails, the version is
+    left out until the next start, and with --once the exit code is 1. The log is not signed.
+    """
+    words: list[str] = arguments.command_words
+    text = words[0] if len(words) == 1 else " ".join(map(_quoted, words))
+    if not PLACES.search(text):
+        raise CommandError("COMMAND is the same for all versions: use {path}, {version} or {digest} in it")
+    reader = opened(arguments)
+    failed: set[int] = set()
+    with ended_by_signals(), closing(Evaluations(reader, arguments.name, arguments.every)) as evaluations:
+        while True:
+            try:
+                for manifest in evaluations.due(failed):
+                    try:
+                        _evaluate_one(reader, manifest, text, evaluations)
+                    except (CommandError, ProtocolError) as error:
+                        failed.add(manifest.version)
+                        _complain(f"version {manifest.version} has no scores: {error}")
+            except (BucketError, ProtocolError) as error:
+                if arguments.once:
+                    raise
+                _complain(str(error))
+            if arguments.once:
+                if failed:
+                    raise CommandError(f"{len(failed)} versions have no scores: see the lines above")
+                return
+            time.sleep(_LOOK_S)
+
+
+def _evaluate_one(reader: RunReader, manifest: Manifest, command: str, evaluations: Evaluations) -> None:
+    with Scratch() as folder, TemporaryFile() as output:
+        reader.checkout(manifest, folder)
+        started = time.monotonic()
+        code = run_in_shell(command, folder, manifest, output)
+        seconds = time.monotonic() - started
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _READ))
+        printed = output.read().decode(errors="replace")
+    if code:
+        raise CommandError(f"the command ended with exit code {code}")
+    scores = parsed_scores(printed)
+    evaluations.add(manifest, scores, seconds)
+    words = ", ".join(f"{name} {value:.6g}" for name, value in scores.items())
+    print(f"version {manifest.version}: {printable(words)}", flush=True)
+
+
+def _quoted(word: str) -> str:
+    """A word for the shell, in which {path} and the other names stay what they are."""
+    parts = re.split(rf"({PLACES.pattern.replace('(', '(?:')})", word)
+    return "".join(part if PLACES.fullmatch(part) else shlex.quote(part) for part in parts if part)
+
+
+def _complain(sentence: str) -> None:
+    print(f"delta-weight-sync evaluate: {printable(sentence)}", file=sys.stderr, flush=True)
+
+
+_COMMANDS: Final = {run.__name__[1:]: run for run in (_tag, _diff, _wait, _evaluate, _push)}

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import re
+import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -31,10 +32,11 @@ from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.runlog import METRICS, RunLogWriter, StepEvent, finite
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import SIGNING_KEY, writer_keys
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.util import Guard
 
 __all__ = ["Publisher", "checkpoint_weights"]
 DEFAULT_RUN = "main"
@@ -110,6 +112,7 @@ class Publisher:
         self.sync = 0
         self.resumed_from: StateRecord | None = None
         self.log: RunLogWriter | None = None
+        self._metrics_guard = Guard("logging the metrics of the training loop")
         self._writer: RunWriter | None = None
         self._begun = False  # whether `publish` was called
         self._closed = False
@@ -254,6 +257,27 @@ class Publisher:
         parts = gathered(self._named(weights, plan), plan, self._outbox.owns, first=first)
         with self._peers.fail_together(parts):
             self._outbox.publish(parts, self.sync, first=first)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write metrics of the training loop into the run's log, for the dashboard.
+
+        Only finite numbers are logged, also those in tensors of one element; a failure is logged and stops
+        nothing. If you log more than a tenth of the deltas' bytes, some calls are left out. The metric
+        "reward" becomes the dashboard's reward. All ranks may call this; only rank 0's metrics are logged.
+
+        Args:
+            metrics: Name -> number. At most 256 of them are logged.
+            step: Number of the step; by default, that of the newest sync.
+        """
+        if self.log is None:
+            return
+        with self._metrics_guard:
+            named = ((str(name), finite(value)) for name, value in metrics.items())
+            found = [(name, number) for name, number in named if number is not None]
+            kept = dict(found[:METRICS])
+            number = self.sync if step is None else step
+            event = StepEvent(t=time.time(), step=number, reward=kept.get("reward"), metrics=kept)
+            self.log.append(event, spare=True)
 
     def keep_undo_log(self, syncs: int) -> UndoLog:
         """Start a log that can undo the last `syncs` syncs. Call this after a `publish`.

@@ -1,0 +1,71 @@
+"""`evaluate`: which versions run, what counts as a score, and what a restart repeats."""
+
+import json
+
+import pytest
+
+from delta_weight_sync.errors import CommandError
+from delta_weight_sync.evaluation import parsed_scores, scores_of
+from delta_weight_sync.reader import open_run
+from tests.cli.command import command
+from tests.support.published_run import write_run
+
+
+@pytest.fixture
+def url(tmp_path):
+    url = (tmp_path / "bucket").as_uri()
+    write_run(url, tmp_path / "base", versions=5)
+    return f"{url}#test"
+
+
+def test_each_version_that_is_due_is_evaluated_once(url, tmp_path):
+    words = ["evaluate", url, "--every", 2, "--once", "--"]
+    script = [
+        "sh",
+        "-c",
+        'test -e "$0/config.json" && echo $1 >> "$2" && echo \'{"a b": 0.5, "n": \'$1\'}\'',
+        "{path}",
+        "{version}",
+        tmp_path / "ran of it",
+    ]
+    done = command(*words, *script)
+    assert (done.code, done.complaint) == (0, "")
+    assert done.output.splitlines()[-1] == "version 4: a b 0.5, n 4"
+    assert command(*words, *script).output == "", "a restart evaluates nothing twice"
+    assert (tmp_path / "ran of it").read_text().split() == ["0", "2", "4"]
+    assert [(e.version, e.name, e.scores["n"]) for e in scores_of(open_run(url))] == [
+        (0, "eval", 0.0),
+        (2, "eval", 2.0),
+        (4, "eval", 4.0),
+    ]
+    rows = [json.loads(line) for line in command("log", url, "--scores", "--json").output.splitlines()]
+    assert rows[1] == {"version": 0, "score": "eval/n", "value": "0"}
+    again = command("evaluate", url, "--every", 4, "--once", "--name", "other", "--", "echo {version}")
+    assert again.output.splitlines() == ["version 0: score 0", "version 4: score 4"]
+    assert command("log", url).code == 0, "trainers and readers of versions do not mind the other log"
+
+
+def test_a_command_that_fails_is_reported_and_the_others_go_on(url):
+    text = "test {version} -ne 2 && echo {version}"
+    done = command("evaluate", url, "--every", 1, "--once", "--", text)
+    assert done.output.splitlines()[-1] == "version 4: score 4"
+    assert "version 2 has no scores: the command ended with exit code 1" in done.complaint
+    assert done.code == 1
+    assert command("evaluate", url, "--every", 1, "--once", "--", "echo {version}").output == (
+        "version 2: score 2\n"
+    ), "only the version without scores is due at the next start"
+
+
+def test_a_command_that_is_the_same_for_all_versions_is_refused(url):
+    assert "use {path}" in command("evaluate", url, "--once", "--", "echo", "1").complaint
+
+
+@pytest.mark.parametrize("printed", ["", "done", '{"a": "b"}', '{"a": NaN}', "{}", "[1]", "Infinity"])
+def test_what_is_no_score_is_an_error_that_shows_the_form(printed):
+    with pytest.raises(CommandError, match="print a number such as"):
+        parsed_scores(printed)
+
+
+def test_the_last_line_has_the_scores():
+    assert parsed_scores("loading\n0.25\n\n") == {"score": 0.25}
+    assert parsed_scores('{"a": 1, "b": true}') == {"a": 1.0, "b": 1.0}
