@@ -1,4 +1,4 @@
-"""What differs between two versions, of one run or of two runs with the same tensors."""
+"""Compares two versions, of one run or of two runs with the same tensors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

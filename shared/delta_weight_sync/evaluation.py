@@ -1,7 +1,7 @@
 """Which versions a program has evaluated, and the scores that it gave them, in the run's log.
 
 The program writes a log of its own: its `Writer` has the term 0, which no trainer has. The log is not signed,
-so scores are for people: whoever may write to the bucket can forge them.
+so scores are for people: anyone who may write to the bucket can forge them.
 """
 
 import json

@@ -232,7 +232,7 @@ class RunLogWriter:
         self._reserved = 0  # bytes of the budget that are reserved for the segments of these flushes
         self._rides = True  # whether the last flush could be stored
         self._allowance = 8.0 * VERSION_BYTES  # bytes of log that may be written
-        self._spent = 0  # at most so many of them will go to events that wait and are spare
+        self._spent = 0  # bytes of them that spare events, which wait, have taken
         self._uploading = threading.Lock()
         self._closed = threading.Event()
         self._flushed_at = time.monotonic()

@@ -1,8 +1,8 @@
 """Tags: names for versions of a run, such as `best`.
 
-A tag is one small object, so nobody reads and writes back a list, and two programs that set different tags
-cannot lose one. The last one that sets the same tag wins. In a signed run, a tag is signed as a version is.
-Who may write to the bucket can remove a tag, or put back an earlier one, but cannot make a new one.
+A tag is one small object, so there is no list to read and write back, and two programs that set different
+tags lose none. The last one that sets the same tag wins. In a signed run, a tag is signed as a version is.
+A stranger with write access to the bucket can remove a tag, or put back an earlier one, but cannot make a new one.
 """
 
 import time
