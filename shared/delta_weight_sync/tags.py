@@ -2,7 +2,7 @@
 
 A tag is one small object, so there is no list to read and write back, and two programs that set different
 tags lose none. The last one that sets the same tag wins. In a signed run, a tag is signed as a version is.
-A stranger with write access to the bucket can remove a tag, or put back an earlier one, but cannot make a new one.
+A stranger with write access can remove a tag, or put back an earlier one, but cannot make a new one.
 """
 
 import time
