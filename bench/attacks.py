@@ -189,13 +189,13 @@ def serve_replica(port: int, bucket: str, folder: str) -> None:
 
     from inference_space import public_port
     from inference_space.settings import Settings
-    from tests.support.fake_vllm import Mortal
+    from tests.support.fake_vllm import InMemoryVllm
 
     async def answer(request: Request, _: Exception) -> JSONResponse:
         await asyncio.sleep(ANSWER_S)
         return JSONResponse({"choices": [{"text": "x"}]})
 
-    class InMemory(Mortal):
+    class InMemory(InMemoryVllm):
         app = Starlette(exception_handlers={404: answer})
         context = 2048
 

@@ -39,12 +39,14 @@ def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
         logging_steps=1,
         report_to="none",
     )
+    transfer = BucketWeightTransfer(url, base=model)
     AsyncGRPOTrainer(
         model,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in QUESTIONS]}),
         reward_funcs=plain,
-        weight_transfer=BucketWeightTransfer(url, base=model),
+        weight_transfer=transfer,
+        callbacks=[transfer.metrics()],
     ).train()
 
 

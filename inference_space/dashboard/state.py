@@ -18,6 +18,7 @@ from delta_weight_sync.runlog import (
     DoneEvent,
     Event,
     ReplicaEvent,
+    ScoreEvent,
     StepEvent,
     SyncEvent,
     TrafficEvent,
@@ -221,6 +222,9 @@ class RunState:
                     self._replicas[event.replica] = self._replica(event).report(event, event.t)
                 case CommitEvent():
                     self._commit(event)
+                case ScoreEvent():
+                    for score, value in event.scores.items():
+                        self._add_metric(f"{event.name}: {score}, by version", event.version, value)
                 case DoneEvent():
                     self.seen.done = event
 
@@ -331,14 +335,17 @@ class RunState:
             self._curves[_METRICS[metric]].add(event.step, event.metrics[metric])
         for metric, value in event.metrics.items():
             if metric in _TITLES or not metric.startswith(_INNER):
-                if metric not in self._metrics and len(self._metrics) < _KNOWN_METRICS:
-                    self._metrics[metric] = Curve(most=_METRIC_POINTS)
-                if metric in self._metrics and math.isfinite(value):
-                    self._metrics[metric].add(event.step, value)
+                self._add_metric(metric, event.step, value)
         if event.rollouts:
             self.seen.group = event
             if not event.step and self._played is None:
                 self._played = event.t
+
+    def _add_metric(self, metric: str, x: float, value: float) -> None:
+        if metric not in self._metrics and len(self._metrics) < _KNOWN_METRICS:
+            self._metrics[metric] = Curve(most=_METRIC_POINTS)
+        if metric in self._metrics and math.isfinite(value):
+            self._metrics[metric].add(x, value)
 
     def _panels(self) -> dict[str, Series]:
         """Return the curves of the metrics that have a panel, by title, in the order of `_TITLES`."""

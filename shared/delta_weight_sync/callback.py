@@ -17,8 +17,8 @@ class PublishCallback(TrainerCallback):
 
     Works with every `transformers.Trainer`, such as TRL's for SFT, DPO and synchronous GRPO. The sync of a
     version is the trainer's `global_step`. Steps that only accumulate gradients publish nothing, nor does an
-    evaluation. When `train` returns, the newest version is in the bucket. With several processes, create the
-    publisher and the callback in each one.
+    evaluation. The trainer's metrics go into the run's log. When `train` returns, the newest version is in
+    the bucket. With several processes, create the publisher and the callback in each one.
 
     A trainer that resumes from its own checkpoint begins with a version of the checkpoint's weights. If the
     run was ahead of this checkpoint, replicas go back with the trainer.
@@ -40,6 +40,10 @@ class PublishCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
         """Publish the weights after an optimizer step; raises as `Publisher.publish` does."""
         self._publisher.publish(model, state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        """Write the trainer's metrics into the run's log; a failure stops nothing."""
+        self._publisher.log_metrics(logs or {}, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Wait until the newest version is in the bucket; raises as `Publisher.flush` does."""

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync.reader import RunReader, open_run
+from delta_weight_sync.runlog import RunLogReader, StepEvent
+from delta_weight_sync.store import open_bucket
 from tests.live.replica import served
 
 ROOT = Path(__file__).parents[2]
@@ -101,4 +103,7 @@ def test_a_trl_script_and_a_vllm_meet_in_the_bucket_only(place, tmp_path):
     assert re.search(r"INFO .* replica \S+: follows file://.*#trl\n", log), "vLLM's log names what it follows"
     assert re.search(r"INFO .* replica \S+: serves version \d+, digest", log)
     assert newest.sync == 7, "the base, and a version of each of six steps"
+    logged = RunLogReader(open_bucket((tmp_path / "bucket").as_uri()), "trl").poll()
+    steps = [event for event in logged if isinstance(event, StepEvent) and "ratio" in event.metrics]
+    assert [event.step for event in steps] == [1, 2, 3, 4, 5, 6], "TRL's metrics are in the run's log"
     assert newest.changed > 0

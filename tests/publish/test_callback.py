@@ -15,6 +15,8 @@ from trl import SFTConfig, SFTTrainer
 from delta_weight_sync import ConfigError, PublishCallback, Publisher
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.reader import open_run
+from delta_weight_sync.runlog import RunLogReader, StepEvent
+from delta_weight_sync.store import open_bucket
 from tests.support import tiny_policy as tiny
 
 QUIET = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-3}
@@ -87,12 +89,17 @@ def test_only_optimizer_steps_publish_and_frozen_parts_are_whole(base, url, tmp_
     seen = Weights()
     with Publisher(url, base) as publisher:
         callback = PublishCallback(publisher)
-        trainer(base, tmp_path / "out", callback, seen, gradient_accumulation_steps=4).train()
+        trainer(
+            base, tmp_path / "out", callback, seen, gradient_accumulation_steps=4, logging_steps=1
+        ).train()
         assert repr(callback).startswith("<PublishCallback of <Publisher of file://")
         assert publisher.sync == 3
     syncs = require_published(url, seen, tmp_path / "held")
     assert (syncs[0], syncs[-1]) == (0, 3), "syncs may share a version"
     assert sorted(seen.bits) == [0, 1, 2, 3]
+    logged = RunLogReader(open_bucket(url.removesuffix("#sft")), "sft").poll()
+    steps = [event for event in logged if isinstance(event, StepEvent)]
+    assert [step.step for step in steps if "loss" in step.metrics] == [1, 2, 3]
     frozen = "model.embed_tokens.weight"
     assert (seen.bits[0][frozen] == seen.bits[3][frozen]).all()
 

@@ -18,7 +18,7 @@ from env_space import app as env_app
 from env_space.settings import Settings as EnvSettings
 from inference_space import public_port
 from inference_space.settings import Settings
-from tests.support.fake_vllm import Mortal
+from tests.support.fake_vllm import InMemoryVllm
 from tests.support.http_server import answering
 from tests.support.published_run import write_run
 from tests.support.serving import serving
@@ -86,7 +86,7 @@ def test_the_environment_logs_none(logged, monkeypatch):
     assert_none_in(text())
 
 
-class InMemory(Mortal):
+class InMemory(InMemoryVllm):
     """A vLLM for the replica's app; it fails at every request."""
 
     context = 100

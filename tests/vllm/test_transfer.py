@@ -1,6 +1,7 @@
 """vLLM's weight transfer API, both sides, over a vLLM in memory. tests/live has a real one."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -222,5 +223,6 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory as fact
 class Any: backend, parallel_config, model_config = "delta_weight_sync", 0, 0
 factory.create_engine(Any, Any, Any, Any)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert "ConfigError: the weight transfer backend 'delta_weight_sync' needs VLLM_PLUGINS" in done.stderr

@@ -204,8 +204,9 @@ class Publisher:
             CodecError: The run is of another model, or a weight cannot be published.
         """
         self._require_open()
-        weights = arguments.named(weights)
-        step = arguments.whole_step(step, 0)
+        with self._peers.fail_together():
+            weights = arguments.named(weights)
+            step = arguments.whole_step(step, 0)
         plan = self._planned(weights)
         with self._peers.fail_together():
             if self._outbox.version is not None:
@@ -242,8 +243,10 @@ class Publisher:
                 call or in the background.
         """
         self._require_open()
-        weights = arguments.named(weights)
-        self.sync = self.sync + 1 if step is None else arguments.whole_step(step, self.sync)
+        with self._peers.fail_together():
+            weights = arguments.named(weights)
+            newest = self.sync if self._peers.main else 0  # only the main rank's steps count
+            self.sync = self.sync + 1 if step is None else arguments.whole_step(step, newest)
         self._has_version = True
         first = not self._begun
         self._begun = True

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,12 +15,16 @@ from delta_weight_sync.publish.sharding import Peers
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.trl import hooks
 
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
 
 class BucketWeightTransfer:
     """Publishes TRL's weight syncs as versions of a run.
 
         transfer = BucketWeightTransfer("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B")
-        AsyncGRPOTrainer("Qwen/Qwen3-0.6B", ..., weight_transfer=transfer).train()
+        options = {"weight_transfer": transfer, "callbacks": [transfer.metrics()]}
+        AsyncGRPOTrainer("Qwen/Qwen3-0.6B", ..., **options).train()
 
     Creating a transfer also patches TRL in this process (see `delta_weight_sync.trl.patches`), so that the
     trainer needs no vLLM, no kernel from the Hub and no GPU. Without a GPU, set TRL's option `use_cpu=True`.
@@ -87,6 +92,19 @@ class BucketWeightTransfer:
 
     def __repr__(self) -> str:
         return f"<BucketWeightTransfer to {self._url}: {self._publisher or 'not open yet'}>"
+
+    def metrics(self) -> "TrainerCallback":
+        """A callback for the trainer's `callbacks`: it writes TRL's metrics into the run's log, which the
+        dashboard draws. A failure there stops nothing."""
+        from transformers import TrainerCallback
+
+        def on_log(args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if self._publisher:
+                self._publisher.log_metrics(logs or {}, state.global_step)
+
+        callback = TrainerCallback()
+        callback.on_log = on_log
+        return callback
 
     def init_weight_transfer(self) -> None:
         """Open the run; raises as `Publisher` does."""
