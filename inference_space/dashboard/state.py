@@ -61,7 +61,19 @@ _TITLES = {
     "perf/trained_tok_s_wall_clock": "Tokens per second",
     "eval_loss": "Loss on held-out data",
 }
-_INNER = ("sample/", "batch/", "perf/", "clip_ratio/", "completions/", "games/", "reward", "epoch", "num_")
+_INNER = (
+    "sample/",
+    "batch/",
+    "perf/",
+    "clip_ratio/",
+    "completions/",
+    "games/",
+    "reward",
+    "epoch",
+    "num_",
+    "train_",
+    "total_",
+)
 _PANELS = 12  # panels of metrics; each has at most `_METRIC_POINTS` points
 _METRIC_POINTS = 120
 _KNOWN_METRICS = 64  # max metrics whose curve is kept

@@ -1,5 +1,6 @@
-"""Publishes the weights of any `transformers.Trainer`, by an ordinary callback."""
+"""Ordinary callbacks for any `transformers.Trainer`: they log its metrics, and publish its weights."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import TrainerCallback
@@ -9,7 +10,22 @@ from delta_weight_sync.publish.publisher import Publisher
 __all__ = ["PublishCallback"]
 
 
-class PublishCallback(TrainerCallback):
+class MetricsCallback(TrainerCallback):
+    """Writes a trainer's metrics into a run's log.
+
+    Args:
+        log: Takes metrics and their step, as `Publisher.log_metrics` does, which raises nothing.
+    """
+
+    def __init__(self, log: Callable[[Mapping[str, Any], int], None]) -> None:
+        self._log = log
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        """Write the metrics."""
+        self._log(logs or {}, state.global_step)
+
+
+class PublishCallback(MetricsCallback):
     """Publishes a trainer's weights as versions: when training begins, and after each optimizer step.
 
         with Publisher("hf://buckets/me/short#first", base="Qwen/Qwen3-0.6B") as publisher:
@@ -28,6 +44,7 @@ class PublishCallback(TrainerCallback):
     """
 
     def __init__(self, publisher: Publisher) -> None:
+        super().__init__(publisher.log_metrics)
         self._publisher = publisher
 
     def __repr__(self) -> str:
@@ -40,10 +57,6 @@ class PublishCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
         """Publish the weights after an optimizer step; raises as `Publisher.publish` does."""
         self._publisher.publish(model, state.global_step)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-        """Write the trainer's metrics into the run's log; a failure stops nothing."""
-        self._publisher.log_metrics(logs or {}, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Wait until the newest version is in the bucket; raises as `Publisher.flush` does."""

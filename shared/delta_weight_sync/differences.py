@@ -44,7 +44,7 @@ class TensorDiff:
     positions: NDArray[np.int64]
     before: NDArray[np.unsignedinteger]
     after: NDArray[np.unsignedinteger]
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...]
 
     @property
     def largest_change(self) -> float | None:

@@ -3,22 +3,19 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 from typing import Final
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
+import httpx
 from pydantic import ValidationError
 
 from delta_weight_sync.errors import ConfigError, ProtocolError, printable
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import POLL_S
+from delta_weight_sync.replicas import read_status
 from delta_weight_sync.runlog import ReplicaReport
-from delta_weight_sync.store import SMALL
 from delta_weight_sync.util import time_text
 
-_PATHS: Final = ("/delta_weight_sync/status", "/status")  # of a vLLM with the plugin, and of a Space
-_ANSWER_S: Final = 10.0  # max seconds of a request
+_NO_COMMITS: Final = 1 << 53  # no version is newer, so the answer lists no commits
 _AT_ONCE: Final = 16  # replicas that are asked at the same time
 
 
@@ -81,16 +78,12 @@ def _served(reader: RunReader, url: str, version: int, digests: dict[int, str]) 
 
 
 def _report(url: str) -> ReplicaReport:
-    why = "has no status: is it a replica of this project?"
-    for path in _PATHS:
-        try:
-            with urlopen(Request(f"{url}{path}?after={1 << 53}"), timeout=_ANSWER_S) as answer:
-                return ReplicaReport.model_validate_json(answer.read(SMALL))
-        except HTTPError as error:
-            if error.code != 404:
-                why = f"answers {error.code}"
-        except ValidationError:
-            why = "gives a status of an unknown form: is it a replica of this project?"
-        except (OSError, HTTPException) as error:
-            why = f"does not answer ({error})"
+    try:
+        return ReplicaReport.model_validate_json(read_status(url, _NO_COMMITS))
+    except ValidationError:
+        why = "gives a status of an unknown form: is it a replica of this project?"
+    except httpx.HTTPStatusError as error:
+        why = f"answers {error.response.status_code}: is it a replica of this project?"
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        why = f"does not answer ({error})"
     raise _NotYetError(printable(why))

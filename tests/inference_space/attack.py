@@ -1,8 +1,8 @@
 """One hostile client on loopback attacks a replica in many ways at the same time.
 
-    python -m tests.inference_space.attack PORT KEY SECONDS [KIND...]
+    python -m tests.inference_space.attack PORT KEY SECONDS
 
-prints how often each attack, or each of these kinds of attack, got each answer.
+prints how often each attack got each answer. `bench.attacks` measures each kind alone.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import httpx
@@ -46,7 +46,6 @@ UPGRADES = [
     "POST /gradio_api/run/predict HTTP/1.1\r\n{}Content-Length: 2\r\n\r\n",
     "GET / HTTP/1.0\r\n{}\r\n",
 ]
-CROWD = 4096  # connections
 NO_EVENTS: list[dict] = [{"data": [1] * 4000}]
 NO_EVENTS += [{"fn_index": 9999, "data": []}, {"fn_index": 0, "data": [{"path": "/etc"}]}]
 
@@ -64,14 +63,11 @@ class Attack:
         self._http = httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=PATIENCE_S, limits=limits)
         self._sessions = map("session{}".format, itertools.count())
 
-    async def go_on(self, seconds: float, only: Sequence[str] = ()) -> None:
-        """Attack in all ways but `crowd`, or in the ways that `only` names."""
+    async def go_on(self, seconds: float) -> None:
         kinds = [(self.page, 0.01), (self.tick, 0.02), (self.no_event, 0.02), (self.view, 0.1)]
         kinds += [(self.big_head, 0.5), (self.no_key, 0.5), (self.body, 1.0), (self.hang_up, 1.0)]
         kinds += [(self.silence, 0.02), (self.half_a_head, 0.02), (self.half_a_body, 0.05)]
         kinds += [(self.open_page, 0.05), (self.upgrade, 0.02), (self.chat, 0.5)]
-        if only:
-            kinds = [pair for pair in (*kinds, (self.crowd, 1e9)) if pair[0].__name__ in only]
         async with self._http, asyncio.TaskGroup() as tasks:
             page = (await self._http.get("/", timeout=60.0)).text.replace("location.origin", "null")
             config = json.loads(re.search(r"window\.gradio_config = ({.*?});</script>", page)[1])
@@ -87,7 +83,7 @@ class Attack:
         while asyncio.get_running_loop().time() < end:
             if len(running) < 64:
                 running.add(asyncio.create_task(self._try(kind)))
-            await asyncio.sleep(min(every, end - asyncio.get_running_loop().time()))
+            await asyncio.sleep(every)
             running = {task for task in running if not task.done()}
         for task in running:
             task.cancel()
@@ -137,18 +133,6 @@ class Attack:
         head = UPGRADES[self.answers.total() % len(UPGRADES)].format(asked)
         return await self._say(head.encode(), b"", times=100)
 
-    async def crowd(self) -> int:
-        """Many connections at the same time, with half a head each. Returns how many were accepted."""
-        writers = []
-        with suppress(OSError):
-            for _ in range(CROWD):
-                _, writer = await asyncio.open_connection(HOST, self._port)
-                writers.append(writer)
-                writer.write(b"GET / HTTP/1.1\r\n")
-        self.answers["crowd: connected"] += len(writers)
-        await asyncio.Event().wait()
-        return 0
-
     async def hang_up(self) -> str:
         """Ask for the longest possible answer, and disconnect."""
         body = json.dumps(PLAIN | {"n": 8, "max_tokens": 100_000, "ignore_eos": True}).encode()
@@ -190,9 +174,9 @@ class Attack:
 
 
 def main() -> None:
-    port, key, seconds, *only = sys.argv[1:]
+    port, key, seconds = sys.argv[1:]
     attack = Attack(int(port), key)
-    asyncio.run(attack.go_on(float(seconds), only))
+    asyncio.run(attack.go_on(float(seconds)))
     print(json.dumps(dict(sorted(attack.answers.items()))))
 
 

@@ -9,13 +9,6 @@ import torch
 
 from delta_weight_sync import BucketWeightTransfer, ConfigError, FolderError, Publisher, follow
 from delta_weight_sync.run import Run
-from tests.support import tiny_policy as tiny
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    tiny.build(tmp_path / "base", tie=True, seed=0)
-    return tmp_path / "base"
 
 
 @pytest.fixture

@@ -17,15 +17,8 @@ from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, StepEvent
 from delta_weight_sync.store import open_bucket
-from tests.support import tiny_policy as tiny
 
 QUIET = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-3}
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    tiny.build(tmp_path / "base", tie=True, seed=0)
-    return tmp_path / "base"
 
 
 @pytest.fixture

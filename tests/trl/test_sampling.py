@@ -73,8 +73,9 @@ def test_trls_worker_asks_its_vllm_before_the_first_rollout(monkeypatch):
     answers: dict[str, list[dict[str, Any]]] = {}
 
     def answer(request: Any) -> tuple[int, dict[str, str], bytes]:
-        if not (left := answers.get(request.path)):
-            return (200 if request.path == "/health" else 404), {}, b"{}"
+        path = request.path.partition("?")[0]
+        if not (left := answers.get(path)):
+            return (200 if path == "/health" else 404), {}, b"{}"
         return 200, {}, json.dumps(left.pop(0) if len(left) > 1 else left[0]).encode()
 
     def start(temperature: float, url: str) -> None:

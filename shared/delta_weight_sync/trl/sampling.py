@@ -15,12 +15,13 @@ right, but the tokens were drawn from another distribution.)
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
+
 from delta_weight_sync.errors import ConfigError
+from delta_weight_sync.replicas import read_status
 from delta_weight_sync.vllm import PROCESSED
 
 HEADER = "x-policy-logprobs"  # of a replica's answer: vLLM's `logprobs_mode`
@@ -31,7 +32,7 @@ _NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,)}
 _NEUTRAL |= {name: (value,) for name, value in NEUTRAL.items()}
 _LEAST = 0.01  # vLLM takes a lower temperature as 0.01, and 0 as greedy
 _FIX = f"with --logprobs-mode {PROCESSED}"
-_PATHS = "/delta_weight_sync/status", "/status"  # of any vLLM with the plugin; of a replica Space
+_NO_COMMITS = 1 << 53  # no version is newer, so a status lists no commits
 
 
 def require_exact(settings: Mapping[str, Any]) -> None:
@@ -102,15 +103,8 @@ def require_replica(settings: Mapping[str, Any], url: str, timeout_s: float) -> 
 
 def _report(url: str) -> dict[str, Any]:
     """The status of a replica; empty if `url` is a vLLM without the plugin."""
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # as TRL's rollouts, without a proxy
-    for path in _PATHS:
-        try:
-            with opener.open(url.rstrip("/") + path, timeout=10.0) as answer:
-                found = json.loads(answer.read(1 << 20))
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict):
-            return found
-    return {}
+    try:
+        found = json.loads(read_status(url, _NO_COMMITS, proxies=False))  # as TRL's rollouts
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,7 +1,7 @@
 """Implements TRL's `WeightTransferProtocol` with a bucket. Trainer and replicas share nothing else."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.trl import hooks
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
+    from delta_weight_sync.callback import MetricsCallback
 
 
 class BucketWeightTransfer:
@@ -93,18 +93,16 @@ class BucketWeightTransfer:
     def __repr__(self) -> str:
         return f"<BucketWeightTransfer to {self._url}: {self._publisher or 'not open yet'}>"
 
-    def metrics(self) -> "TrainerCallback":
-        """A callback for the trainer's `callbacks`: it writes TRL's metrics into the run's log, which the
-        dashboard draws. A failure there stops nothing."""
-        from transformers import TrainerCallback
+    def metrics(self) -> "MetricsCallback":
+        """Return a callback for the trainer's `callbacks`: it writes TRL's metrics into the run's log, which
+        the dashboard draws. A failure there stops nothing."""
+        from delta_weight_sync.callback import MetricsCallback  # imports transformers
 
-        def on_log(args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if self._publisher:
-                self._publisher.log_metrics(logs or {}, state.global_step)
+        def log(metrics: Mapping[str, Any], step: int) -> None:
+            if self._publisher:  # only on the main process, and only while the run is open
+                self._publisher.log_metrics(metrics, step)
 
-        callback = TrainerCallback()
-        callback.on_log = on_log
-        return callback
+        return MetricsCallback(log)
 
     def init_weight_transfer(self) -> None:
         """Open the run; raises as `Publisher` does."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from delta_weight_sync.records import LARGEST
-from delta_weight_sync.runlog import SEGMENT, DoneEvent, Event, Rollout, StepEvent
+from delta_weight_sync.runlog import SEGMENT, DoneEvent, Event, Rollout, ScoreEvent, StepEvent
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.charts import sync_spans
 from inference_space.dashboard.data import RunCache, RunView
@@ -238,6 +238,24 @@ def test_the_first_reading_takes_each_segment_once(bucket: CountedBucket, view: 
     served = [replica.status for replica in view.progress.replicas]
     assert [(one.version, view.progress.matches(one)) for one in served] == [(VERSIONS, True)] * 3
     assert "v10000 serving on 3/3 replicas" in render(view)
+
+
+def test_metrics_and_scores_have_bounded_curves_known_ones_first() -> None:
+    steps = [
+        StepEvent(
+            t=1.0, step=n, reward=None, metrics={"my/own": float(n), "loss": 1 / n, "train_runtime": 9.0}
+        )
+        for n in range(1, 1001)
+    ]
+    score = ScoreEvent(t=2.0, version=2, digest=DIGEST, name="mmlu", scores={"accuracy": 0.61}, seconds=1.0)
+    many = StepEvent(t=3.0, step=1001, reward=None, metrics={f"other{n}": 1.0 for n in range(200)})
+    shown = folded(sync(0, 1100), sync(1, 9), sync(2, 9), *steps, score, many).progress()
+    assert shown
+    assert [*shown.metrics][:3] == ["Loss", "my/own", "mmlu: accuracy, by version"]
+    assert shown.metrics["mmlu: accuracy, by version"] == ((2, 0.61),)
+    assert shown.metrics["my/own"][-1] == (1000, 1000.0)
+    assert len(shown.metrics) == 12
+    assert max(map(len, shown.metrics.values())) <= 121
 
 
 def test_a_refresh_reads_and_sends_no_more_than_that_of_a_short_run(bucket, cache, view) -> None:
