@@ -62,17 +62,8 @@ _TITLES = {
     "eval_loss": "Loss on held-out data",
 }
 _INNER = (
-    "sample/",
-    "batch/",
-    "perf/",
-    "clip_ratio/",
-    "completions/",
-    "games/",
-    "reward",
-    "epoch",
-    "num_",
-    "train_",
-    "total_",
+    *("sample/", "batch/", "perf/", "clip_ratio/", "completions/", "games/", "tools/", "rollout/"),
+    *("reward", "epoch", "num_", "train_", "total_"),
 )
 _PANELS = 12  # panels of metrics; each has at most `_METRIC_POINTS` points
 _METRIC_POINTS = 120
