@@ -5,9 +5,10 @@ Connections and heads of requests are left to uvicorn (see `space_guard.serving`
 
 import asyncio
 import hmac
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -20,6 +21,11 @@ _KEY_HEADER = KEY_HEADER.lower().encode()
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
 SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
 BODY_S = 60.0  # seconds within which a request's body must arrive
+KEYLESS_PER_S = 200  # requests without the key, of all clients together; a page needs up to 60
+_BURST = 200  # of these requests, after a quiet time
+_TURN_S = 10.0  # the longest wait for a turn
+# Platforms ask these paths, and restart a Space that answers late.
+_PROBES = (b"/health", b"/ready")
 _CLOSE = {"Connection": "close"}  # for refusals that leave the rest of the body unread
 
 
@@ -33,9 +39,29 @@ class Route:
     max_body: int = 0  # bytes
 
 
+class _Turns:
+    """Spaces out the requests without the key: a flood of them leaves time for clients that have it."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    async def wait(self) -> None:
+        """Wait for a turn. Raises `HTTPException` 503 if the next one is too far away."""
+        now = asyncio.get_running_loop().time()
+        turn = max(self._last + 1 / KEYLESS_PER_S, now - _BURST / KEYLESS_PER_S)
+        if turn > now + _TURN_S:
+            busy = "Too many requests without a key are waiting. Try again in a few seconds."
+            raise HTTPException(503, busy, _CLOSE | {"Retry-After": f"{_TURN_S:.0f}"})
+        self._last = turn
+        if turn > now:
+            await asyncio.sleep(turn - now)
+
+
 @dataclass
 class Guard:
     """ASGI middleware: passes the listed requests to `app`, with a complete body, and refuses all others.
+
+    Requests without the key wait for their turn if there are more than `KEYLESS_PER_S`.
 
     The first route whose path and method match decides. The guard compares each path as the client sent it,
     before anything decodes it.
@@ -49,14 +75,18 @@ class Guard:
     refuse: Callable[
         [HTTPException], Response
     ]  # writes a refusal in the form that the Space's clients expect
+    _turns: _Turns = field(default_factory=_Turns, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
+        known = has_key(self.key, headers)
         try:
+            if not known and scope["raw_path"] not in _PROBES:
+                await self._turns.wait()
             route = find_route(self.routes, scope)
-            if route.keyed and not has_key(self.key, headers):
+            if route.keyed and not known:
                 raise _no_key(headers, self.secret)
             if scope["type"] == "http":
                 if headers.get(b"upgrade", b"").lower() == b"websocket":

@@ -1,13 +1,15 @@
 """What the guard of both Spaces lets through: listed routes, the key, and bodies that are small and quick."""
 
+import asyncio
 import json
+from collections import Counter
 
 import pytest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
-from space_guard.guard import BODY_S, Guard, Route
+from space_guard.guard import BODY_S, KEYLESS_PER_S, Guard, Route
 from tests.inference_space.asking import ask_raw, echo, running
 
 KEY = "four-random-words-in-a-row"
@@ -92,3 +94,42 @@ def test_a_body_beyond_the_limit_is_not_read_for_ever():
 def test_an_upgrade_that_the_server_did_not_take_is_refused():
     status, _, content = ask("/open", method="GET", headers={"Upgrade": "WebSocket", "Connection": "upgrade"})
     assert (status, "no WebSocket" in content) == (400, True)
+
+
+def seconds_of_a_flood(count: int, path: str, headers=()) -> tuple[list[float], list[int]]:
+    """When each of `count` requests that come at the same moment is answered, and with which status."""
+    routes = (Route("/open"), Route("/health"))
+    app = Starlette(exception_handlers={404: answer})
+    guard = Guard(app, routes=routes, key=KEY, secret="A_KEY", refuse=refuse)
+    empty = {"type": "http.request", "body": b"", "more_body": False}
+
+    async def ask_once() -> tuple[float, int]:
+        start, _ = await ask_raw(guard, path, empty, method="GET", headers=headers)
+        return asyncio.get_running_loop().time(), start["status"]
+
+    async def ask_all() -> tuple[list[float], list[int]]:
+        began = asyncio.get_running_loop().time()
+        answers = await asyncio.gather(*(ask_once() for _ in range(count)))
+        return [at - began for at, _ in answers], [status for _, status in answers]
+
+    return running(ask_all)
+
+
+@pytest.mark.finding(6)
+def test_a_flood_without_the_key_is_spaced_out_and_its_end_is_refused():
+    seconds, statuses = seconds_of_a_flood(KEYLESS_PER_S * 20, "/open")
+    assert max(seconds[:KEYLESS_PER_S]) < 0.1, "one page may need many requests at once"
+    answered = [at for at, status in zip(seconds, statuses, strict=True) if status == 200]
+    each_second = Counter(map(int, answered[KEYLESS_PER_S:])).values()
+    assert all(count <= KEYLESS_PER_S * 1.1 for count in each_second)
+    assert statuses.count(503) == pytest.approx(KEYLESS_PER_S * 9, rel=0.02), (
+        "nobody waits for more than 10 s"
+    )
+    assert set(statuses) == {200, 503}
+
+
+@pytest.mark.finding(6)
+@pytest.mark.parametrize(("path", "headers"), [("/open", RIGHT), ("/health", {})])
+def test_clients_with_the_key_and_probes_of_the_platform_wait_for_nobody(path, headers):
+    seconds, statuses = seconds_of_a_flood(KEYLESS_PER_S * 20, path, headers)
+    assert (max(seconds) < 0.1, set(statuses)) == (True, {200})
