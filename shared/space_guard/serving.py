@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -44,6 +45,20 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > (self.limit_concurrency or 0):
             transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that break HTTP; if the request has its answer, or is getting it, only close.
+
+        uvicorn would answer in any case, and let the request's app answer, too; h11 refuses the second
+        answer, and each such request would put a traceback into the log.
+        """
+        if self.cycle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
 
 def serve(

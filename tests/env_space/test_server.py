@@ -5,6 +5,7 @@ import json
 import re
 import select
 import socket
+import time
 from contextlib import contextmanager, suppress
 
 import httpx
@@ -171,6 +172,28 @@ UPGRADE += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
 def test_a_handshake_that_cannot_succeed_ends_its_connection(wordle, head):
     with link(wordle, head + b"\r\n") as opened:
         assert b" 101 " not in until_the_end(opened)
+
+
+CHUNKS = b" HTTP/1.1\r\nHost: w\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_a_body_that_breaks_http_leaves_no_traceback(tmp_path):
+    """At once, while the app waits for the body, and after the app has answered."""
+    with space(tmp_path, WORDLE_KEY=KEY) as running:
+        for path in (b"/sessions", b"/nothing", b"/play"):
+            with link(running.url, b"POST " + path + CHUNKS + b"no chunk\r\n") as opened:
+                assert b"400 Bad Request" in until_the_end(opened)
+        with link(running.url, b"POST /play" + CHUNKS) as opened:
+            time.sleep(0.3)
+            opened.sendall(b"no chunk\r\n")
+            assert until_the_end(opened).count(b"HTTP/1.1") == 1
+        with link(running.url, b"POST /nothing" + CHUNKS) as opened:
+            assert b"401 Unauthorized" in opened.recv(1 << 16)
+            with suppress(ConnectionError):
+                opened.sendall(b"no chunk\r\n" * 9)
+            assert b"HTTP/1.1" not in until_the_end(opened)
+        assert httpx.get(f"{running.url}/health").status_code == 200
+    assert "Traceback" not in (tmp_path / "space.log").read_text()
 
 
 @pytest.mark.finding(6)
