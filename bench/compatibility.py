@@ -42,7 +42,7 @@ def main() -> None:
     if unknown := set(names) - ARCHITECTURES.keys():
         known = ", ".join(ARCHITECTURES)
         raise SystemExit(f"no architecture {', '.join(sorted(unknown))}; there are {known}")
-    reports = examined(names or [*ARCHITECTURES])
+    reports = examine_all(names or [*ARCHITECTURES])
     found = {"compatibility": follow_table(reports), "reload": reload_list(reports)}
     print(*found.values(), sep="\n\n")
     if not names:
@@ -57,13 +57,13 @@ def _filled(page: str, found: dict[str, str]) -> str:
     return page
 
 
-def examined(names: Sequence[str]) -> dict[str, Report | str]:
+def examine_all(names: Sequence[str]) -> dict[str, Report | str]:
     """What was found out about each architecture, or why it could not be examined."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.followed"])  # vLLM is imported once
     reports: dict[str, Report | str] = {}
     for name in names:
-        reports[name] = _examined(context, name)
+        reports[name] = _examine_in_a_process(context, name)
         print(f"{name}: {_brief(reports[name])}", flush=True)
     return reports
 
@@ -72,9 +72,9 @@ def _brief(report: Report | str) -> str:
     return report if isinstance(report, str) else "; ".join(dict.fromkeys(report.verdicts))
 
 
-def _examined(context: ForkServerContext, name: str) -> Report | str:
+def _examine_in_a_process(context: ForkServerContext, name: str) -> Report | str:
     reading, writing = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(name, writing))
+    process = context.Process(target=_send_report, args=(name, writing))
     process.start()
     writing.close()
     try:
@@ -89,7 +89,7 @@ def _examined(context: ForkServerContext, name: str) -> Report | str:
     return found
 
 
-def _answer(name: str, pipe: Connection) -> None:
+def _send_report(name: str, pipe: Connection) -> None:
     from bench.followed import examine  # the server that this process was forked from has imported it
 
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ EVERY_S = 10.0
 PATIENCE_S = 120.0  # from SIGTERM to the end
 KINDS = ("MB", "files", "sockets", "threads", "processes")
 # glibc returns freed memory to the system. Otherwise it keeps around a hundred megabytes, and the sizes jump.
-FRUGAL = {
+LOW_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": f"{1 << 17}",
     "MALLOC_TRIM_THRESHOLD_": f"{1 << 17}",
@@ -56,7 +56,7 @@ def soak(command: list[str], seconds: float, folder: Path) -> int:
     with log.open("w") as out:
         program = psutil.Popen(
             command,
-            env=os.environ | FRUGAL | {"TMPDIR": str(temporary)},
+            env=os.environ | LOW_MEMORY | {"TMPDIR": str(temporary)},
             stdout=out,
             stderr=subprocess.STDOUT,
         )

@@ -17,7 +17,7 @@ from bench.results import Results
 from bench.timing import Rounds, added, ratio, summary, take_turns
 
 _ROUNDS = 5
-LEVELS = ("fast", "small", "original")
+ENCODINGS = ("fast", "small", "original")
 
 
 def run(results: Results) -> dict[str, Any]:
@@ -36,10 +36,10 @@ def _bf16_rounds(model: Model, rounds: int) -> Rounds:
     reader = Reader(model)
     snapshot = bf16_tensors(model.bits)
     works = {"diff bf16": model.diff}
-    works |= {f"encode {encoding}": functools.partial(model.encode, encoding) for encoding in LEVELS}
+    works |= {f"encode {encoding}": functools.partial(model.encode, encoding) for encoding in ENCODINGS}
     works["publish by others bf16"] = functools.partial(model.publish_original, snapshot)
     works["write files"] = model.write
-    for encoding in LEVELS:
+    for encoding in ENCODINGS:
         works |= {
             f"decode {encoding}": functools.partial(reader.decode, encoding),
             f"apply {encoding}": reader.apply,
@@ -67,7 +67,7 @@ def report(rounds: Rounds, model_bytes: int) -> dict[str, Any]:
     """Parts, totals and ratios from the rounds' seconds."""
     totals = {
         f"publish {encoding} {dtype}": added(rounds, [f"diff {dtype}", f"encode {encoding}"])
-        for encoding in LEVELS
+        for encoding in ENCODINGS
         for dtype in ("bf16", "fp32")
     }
     everything = rounds | totals
@@ -77,11 +77,11 @@ def report(rounds: Rounds, model_bytes: int) -> dict[str, Any]:
             f"publish {encoding} {dtype}": ratio(
                 rounds[f"publish by others {dtype}"], totals[f"publish {encoding} {dtype}"]
             )
-            for encoding in LEVELS
+            for encoding in ENCODINGS
             for dtype in ("bf16", "fp32")
         }
         | {
             f"receive {encoding}": ratio(rounds["receive by others"], rounds[f"receive {encoding}"])
-            for encoding in LEVELS
+            for encoding in ENCODINGS
         },
     }

@@ -15,7 +15,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.errors import CodecError
 from tests.support.entropy import limits
 
-LEVELS = ("fast", "small")
+ENCODINGS = ("fast", "small")
 State = dict[str, np.ndarray]
 
 
@@ -55,7 +55,7 @@ def tmp(tmp_path_factory):
     return tmp_path_factory.mktemp("codec")
 
 
-@pytest.mark.parametrize("encoding", LEVELS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @given(
     seed=st.integers(0, 2**32),
     share=st.sampled_from([0, 1e-3, 0.01, 0.3, 0.7, 1.0]),
@@ -74,7 +74,7 @@ def test_round_trip_is_exact_for_every_bit_pattern(tmp, encoding, seed, share, s
     np.testing.assert_equal(applied(delta_file(tmp, old, new, encoding), old), new)
 
 
-@pytest.mark.parametrize("encoding", LEVELS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_bf16_pattern_can_become_every_other_nearby_one(tmp, encoding):
     old = {"w": np.arange(65536, dtype=np.uint16)}
     for step in (1, 2, 32768, 65535):
@@ -103,7 +103,7 @@ def test_each_kind_of_change_gets_the_mode_that_is_cheapest_for_it(tmp):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("encoding", LEVELS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_positions_beyond_31_bits(tmp, encoding):
     """A tensor of more than 2^31 elements; its zero pages cost no memory."""
     old = {"w": np.zeros(2**31 + 100, np.uint16)}
@@ -133,7 +133,7 @@ def test_merged_patches_do_what_both_do(seed):
     np.testing.assert_array_equal(live, states[0])
 
 
-@pytest.mark.parametrize("encoding", LEVELS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, encoding):
     """The reader of a later delta needs the weights as the earlier ones left them."""
     rng = np.random.default_rng(1)
@@ -151,7 +151,7 @@ def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, encoding):
     np.testing.assert_equal(live, states[-1])
 
 
-@pytest.mark.parametrize("encoding", LEVELS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, encoding, monkeypatch):
     rng = np.random.default_rng(0)
     askers = set()

@@ -88,7 +88,7 @@ def _up(api: HfApi, arguments: Arguments) -> None:
     token = os.environ.get("SPACE_HF_TOKEN", "")
     hub.require_read_only(api, token)
     existing = spaces_of(api, owner, name)
-    key = keys.space_key(owner)
+    key = keys.ensure_space_key(owner)
     if trusted == NO_KEY_YET:
         plans = make_plan(owner, name, **options, trusted=_new_signing_key(existing, owner, name))
     _put_all(api, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})

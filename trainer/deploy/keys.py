@@ -25,7 +25,7 @@ def read_space_key(owner: str) -> str | None:
     return key
 
 
-def space_key(owner: str) -> str:
+def ensure_space_key(owner: str) -> str:
     """Return the owner's SPACE_KEY; if it is missing, make it, in a file that only this user can read."""
     if known := read_space_key(owner):
         return known
