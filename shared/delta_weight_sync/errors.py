@@ -181,6 +181,10 @@ class CommandError(DeltaWeightSyncError, kind="command"):
     """The command given to `bisect` or `follow` failed, or `bisect` cannot find a first bad version."""
 
 
+class ExportError(DeltaWeightSyncError, kind="export"):
+    """The target of an export, such as Weights & Biases, refused the run's log or did not answer."""
+
+
 def printable(text: str) -> str:
     r"""`text` as one line with escaped control codes, such as `\x1b` for the escape character."""
     return "".join(

@@ -21,6 +21,7 @@ COMMANDS = {
     "blame": "show which tensors changed most in one version, and how far",
     "tag": "name a version, so that it is kept and found again, or list the tags",
     "diff": "compare two versions, of one run or of two: weights changed, and how far",
+    "watch": "print the log of a run, or export it to wandb, trackio or TensorBoard, and follow it",
     "wait": "wait until replicas serve a version",
     "push": "write one version to the Hub as an ordinary model repository",
     "evaluate": "score versions with a command, and write the scores into the run's log",
@@ -34,6 +35,7 @@ COMMANDS = {
 _MODULES: Final = {  # of the commands that are not in `commands`
     "plan": "plan",
     "doctor": "doctor",
+    "watch": "watch",
     "tag": "working_set",
     "diff": "working_set",
     "wait": "working_set",
