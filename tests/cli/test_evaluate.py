@@ -69,3 +69,30 @@ def test_what_is_no_score_is_an_error_that_shows_the_form(printed):
 def test_the_last_line_has_the_scores():
     assert parsed_scores("loading\n0.25\n\n") == {"score": 0.25}
     assert parsed_scores('{"a": 1, "b": true}') == {"a": 1.0, "b": 1.0}
+
+
+def test_bisect_finds_the_first_version_beyond_a_limit_in_the_scores(url):
+    # Accuracies of the versions 0, 2 and 4: 1, 0.5 and 0.25; losses of 0 to 4: the version's number.
+    accuracy = 'python -c "print(1 / ({version} or 1))"'
+    command("evaluate", url, "--every", 2, "--once", "--name", "accuracy", "--", accuracy)
+    command("evaluate", url, "--every", 1, "--once", "--", "echo '{\"loss\":' {version}'}'")
+    found = command("bisect", url, "--score", "accuracy/score", "--below", 0.3)
+    assert (found.code, found.complaint) == (0, "")
+    assert found.output.splitlines() == [
+        "version 4 is the first with accuracy/score below 0.3: 0.25",
+        "version 2 had 0.5",
+        f"to judge those between: delta-weight-sync bisect {url} --good 2 --bad 4 --eval COMMAND",
+        f"to see what changed there: delta-weight-sync blame {url} --version 4",
+    ]
+    losses = ["bisect", url, "--score", "eval/loss", "--above"]
+    assert command(*losses, 2).output.startswith(
+        "version 3 is the first with eval/loss above 2: 3\nversion 2 had 2\n"
+    )
+    assert command(*losses, -1, "--good", 2).output.startswith("version 2 is the first"), "and not version 0"
+    assert "none of 3 versions with a score eval/loss is above 2" in command(*losses, 2, "--bad", 2).complaint
+    unknown = command("bisect", url, "--score", "loss", "--above", 2)
+    assert unknown.complaint.endswith(
+        "the log has no score 'loss': the scores are accuracy/score, eval/loss\n"
+    )
+    assert "needs a limit: add --below or --above" in command("bisect", url, "--score", "eval/loss").complaint
+    assert "name it with --score" in command("bisect", url, "--eval", "{path}", "--below", 1).complaint

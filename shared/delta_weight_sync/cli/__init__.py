@@ -17,7 +17,7 @@ COMMANDS = {
     "show": "describe one version: tensors changed, sparsity, bytes",
     "verify": "rebuild every version, oldest first, and check each digest",
     "checkout": "write one version as an ordinary Hugging Face checkpoint",
-    "bisect": "find the version that broke a metric, with a command that judges a checkpoint",
+    "bisect": "find the version that broke a metric, with a command that judges it or by its scores",
     "blame": "show which tensors changed most in one version, and how far",
     "tag": "name a version, so that it is kept and found again, or list the tags",
     "diff": "compare two versions, of one run or of two: weights changed, and how far",

@@ -5,6 +5,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 import shutil
 import sys
 import time
@@ -21,7 +22,7 @@ from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader, manifests_of, runs_in
 from delta_weight_sync.records import Keys, Manifest
 from delta_weight_sync.run import Run
-from delta_weight_sync.runlog import RunLogReader, SyncEvent, TrafficEvent
+from delta_weight_sync.runlog import RunLogReader, ScoreEvent, SyncEvent, TrafficEvent
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, make_keys
 from delta_weight_sync.store import open_bucket
@@ -63,7 +64,14 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         add("--out", type=Path, metavar="DIR", required=True, help="folder to write; it must be empty or new")
         add("--force", action="store_true", help="write to DIR even if it holds files")
     elif name == "bisect":
-        add("--eval", metavar="COMMAND", required=True, help="command that judges a version")
+        judge = parser.add_mutually_exclusive_group(required=True)
+        judge.add_argument("--eval", metavar="COMMAND", help="command that judges a version")
+        text = "a score that `evaluate` wrote, such as eval/accuracy; `log --scores` lists them"
+        judge.add_argument("--score", metavar="NAME", help=text)
+        limit = parser.add_mutually_exclusive_group()
+        text = "with --score: versions with a {} score are bad"
+        limit.add_argument("--below", type=float, metavar="LIMIT", help=text.format("lower"))
+        limit.add_argument("--above", type=float, metavar="LIMIT", help=text.format("higher"))
         good = "a number or tag of a version that is good (default: the oldest)"
         bad = "a number or tag of a later version that is bad (default: the newest)"
         add("--good", type=version_or_tag, metavar="VERSION", help=good)
@@ -282,7 +290,16 @@ def _bisect(arguments: Arguments) -> None:
 
     COMMAND runs about log2(number of versions) times. Without --bad, the newest version is judged first and
     must be bad. Then, without --good, the oldest version is judged and must be good.
+
+    With --score, nothing runs: the first version is named whose score in the log is below or above a limit.
+
+      delta-weight-sync bisect RUN --score eval/accuracy --below 0.6
     """
+    if arguments.score is not None:
+        _bisect_scores(arguments)
+        return
+    if arguments.below is not None or arguments.above is not None:
+        raise CommandError("--below and --above are limits of a score: name it with --score")
     if not any(word in arguments.eval for word in ("{path}", "{version}", "{digest}")):
         raise CommandError("--eval is the same for all versions: use {path}, {version} or {digest} in it")
     # version -> good, bad, or unknown
@@ -328,6 +345,51 @@ def _bisect(arguments: Arguments) -> None:
     print(f"version {bad} is the first bad one; {len(verdicts)} versions were judged")
     place = printable(f"{reader.bucket.url}#{reader.keys.run}")
     print(f"to see what changed there: delta-weight-sync blame {place} --version {bad}")
+
+
+def _bisect_scores(arguments: Arguments) -> None:
+    """Name the first version whose score is beyond the limit, between --good and --bad."""
+    below, above = arguments.below, arguments.above
+    if below is None and above is None:
+        raise CommandError("--score needs a limit: add --below or --above")
+    reader = opened(arguments)
+    first = 0 if arguments.good is None else reader.manifest(arguments.good).version
+    last = math.inf if arguments.bad is None else reader.manifest(arguments.bad).version
+    names = set[str]()
+    scores = dict[int, float]()
+    for event in scores_of(reader):
+        named = {f"{event.name}/{name}": value for name, value in event.scores.items()}
+        names |= named.keys()
+        if arguments.score in named and first <= event.version <= last and _is_current(reader, event):
+            scores[event.version] = named[arguments.score]
+    if arguments.score not in names:
+        known = ", ".join(sorted(names)) or "none, so run `evaluate` first"
+        raise CommandError(f"the log has no score {arguments.score!r}: the scores are {known}")
+    before: int | None = None
+    word = f"below {below:g}" if above is None else f"above {above:g}"
+    for version, score in sorted(scores.items()):
+        if score < below if above is None else score > above:
+            print(f"version {version} is the first with {printable(arguments.score)} {word}: {score:.6g}")
+            place = printable(f"{reader.bucket.url}#{reader.keys.run}")
+            if before is None:
+                print("no earlier version has this score")
+            else:
+                print(f"version {before} had {scores[before]:.6g}")
+                if before + 1 < version:
+                    ends = f"--good {before} --bad {version}"
+                    print(f"to judge those between: delta-weight-sync bisect {place} {ends} --eval COMMAND")
+            print(f"to see what changed there: delta-weight-sync blame {place} --version {version}")
+            return
+        before = version
+    raise CommandError(f"none of {len(scores)} versions with a score {arguments.score} is {word}")
+
+
+def _is_current(reader: RunReader, score: ScoreEvent) -> bool:
+    """Whether the score is that of the version of now: a trainer that starts over publishes other weights."""
+    try:
+        return reader.manifest(score.version).digest == score.digest
+    except ProtocolError:  # deleted: its score still counts
+        return True
 
 
 def _judge(command: str, version: FollowedVersion) -> bool | None:
