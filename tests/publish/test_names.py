@@ -165,10 +165,30 @@ def test_a_part_of_a_joined_tensor_alone_is_refused(tmp_path):
         versions(model, base, without)
 
 
+def test_a_prefix_of_all_names_is_named(tmp_path):
+    base = save(model := build("mixtral"), tmp_path / "base")
+
+    def wrapped(model: Any) -> list[tuple[str, torch.Tensor]]:
+        return [(f"actor.base.{name}", p) for name, p in model.named_parameters()]
+
+    sentence = r"all names that were published begin with 'actor\.base\.', which those of base do not: "
+    with pytest.raises(CheckpointError, match=sentence + r".*`name\.removeprefix\('actor\.base\.'\)`"):
+        versions(model, base, wrapped)
+    for path in base.glob("*.safetensors"):  # also without weights, which give the names otherwise
+        path.unlink()
+    with pytest.raises(CheckpointError, match=sentence):
+        versions(model, base, wrapped)
+
+
 def test_names_that_neither_model_nor_checkpoint_knows_are_refused(tmp_path):
     base = save(model := build("mixtral"), tmp_path / "base")
+
+    def with_a_head(model: Any) -> list[tuple[str, torch.Tensor]]:
+        named = [(f"policy.{name}", p) for name, p in model.named_parameters()]
+        return [*named, ("value.weight", torch.zeros(1, 2))]
+
     with pytest.raises(CheckpointError, match=r"policy\.\S+ is not in base, and \S+ was not published"):
-        versions(model, base, lambda model: [(f"policy.{n}", p) for n, p in model.named_parameters()])
+        versions(model, base, with_a_head)
 
 
 def _sharded(rank: int, folder: Path, name: str, dim: int) -> None:

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -161,6 +161,12 @@ class Base:
             CheckpointError: The policy was not loaded from this checkpoint, or a tensor is missing that the
                 checkpoint cannot give.
         """
+        known = {*self._specs, *plan.names.loaded, *plan.names.views}
+        if prefix := _common_prefix(trained, known):
+            raise self._error(
+                f"all names that were published begin with {prefix!r}, which those of {self.name} do not",
+                f"publish the model inside of the wrapper, or cut this off: `name.removeprefix({prefix!r})`",
+            )
         tied = plan.names.tied
         lost = {*plan.names.loaded} - plan.names.buffers - trained.keys() - self._specs.keys()
         if self.checkpoint is None:
@@ -348,6 +354,15 @@ class Base:
     def _error(self, why: str, fix: str = "") -> CheckpointError:
         same = "give as base the checkpoint that the policy was loaded from, and publish every parameter"
         return CheckpointError(f"{why}: {fix or same}")
+
+
+def _common_prefix(names: Iterable[str], known: Collection[str]) -> str:
+    """The prefix without which each of `names` is one of the `known`; "" if there is none."""
+    first = min(names, default="")
+    for cut in (at + 1 for at, letter in enumerate(first) if letter == "." and first not in known):
+        if all(name.startswith(first[:cut]) and name[cut:] in known for name in names):
+            return first[:cut]
+    return ""
 
 
 def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
