@@ -10,23 +10,19 @@ an option or a log line, and no request follows a redirect.
 
 import contextlib
 import contextvars
-import functools
 import ipaddress
-import os
-import re
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import aiohttp
 import httpx
-from huggingface_hub import get_token
+
+from delta_weight_sync.spaces import expand, hub_token, is_own, variable
 
 Kind = Literal["replica", "env"]
 
@@ -37,11 +33,6 @@ _NOT_SET_UP = "not set up"  # the state of either app if a variable or a secret 
 _OPTION: dict[Kind, str] = {"replica": "--replicas", "env": "--env_url"}
 _READY: dict[Kind, str] = {"replica": "serving", "env": "healthy"}
 _READABLE = "set SPACE_HF_TOKEN to a token that may read it, and add its URL to SPACES"
-
-_SENDABLE = re.compile(r"[!-~]*")
-# Only URLs that all programs parse in the same way: no user name, no backslash, no host that ends in a dot.
-_URL = re.compile(r"(?a)(https?)://([\w.-]*\w|\[[\da-f:]+\])(?::(\d+))?(?:/.*)?", re.IGNORECASE)
-_own = defaultdict[str, set[str]](set)  # value of `SPACES` -> the URLs that it has named so far
 
 
 class SpacesUnavailableError(RuntimeError):
@@ -86,12 +77,6 @@ class Fleet:
             problem = f"--replicas {' '.join(self._entries)} names no replica ({reason})"
             raise SpacesUnavailableError(f"{problem}: write https://... URLs, or a file that lists them")
         return self._urls
-
-
-def expand(entries: Iterable[str]) -> list[str]:
-    """The URLs among the entries, and the URLs in the files that the other entries name."""
-    words = " ".join(entry if "://" in entry else Path(entry).read_text() for entry in entries).split()
-    return [word.rstrip("/") for word in words]
 
 
 class Spaces:
@@ -221,7 +206,7 @@ def _check_key(url: str, kind: Kind) -> None:
         return  # the next request reports the failure
     if status not in (401, 403):
         return
-    if _own_origin(url):
+    if is_own(url):
         made = "if trainer.deploy made the Space, run `set -a; . .deploy/<owner>/env; set +a`"
         text = f"{url} refuses this trainer's key ({status}): set SPACE_KEY to the Space's key; {made}"
     else:
@@ -265,46 +250,14 @@ def headers(url: str, kind: Kind = "replica") -> dict[str, str]:
     private Spaces. If a Space is not in `SPACES`, an environment receives `ENV_KEY`, and a replica receives
     nothing. No Space receives `HF_TOKEN`, which can write. Raises `ValueError` for a bad value.
     """
-    key = token = ""
-    if origin := _own_origin(url):
-        key = _variable("SPACE_KEY")
-        if origin[1].endswith(".hf.space") and (origin[0], origin[2]) == ("https", 443):
-            token = _variable("SPACE_HF_TOKEN")
+    key = ""
+    if is_own(url):
+        key = variable("SPACE_KEY")
     elif kind == "env":
-        key = _variable("ENV_KEY")
-    if token and token == get_token():
-        raise ValueError("SPACE_HF_TOKEN is HF_TOKEN, which may write: set it to a token of type Read")
+        key = variable("ENV_KEY")
+    token = hub_token(url)
     found = {"X-Space-Key": key, "Authorization": token and f"Bearer {token}"}
     return {name: value for name, value in found.items() if value}
-
-
-def _own_origin(url: str) -> tuple[str, str, int] | None:
-    """Scheme, host and port of `url` if `SPACES` lists a URL with the same three; otherwise None."""
-    origin = _origin(url)
-    listed = os.environ.get("SPACES", "")
-    own = _own[listed]
-    try:
-        own.update(expand(listed.split()))
-    except OSError as error:
-        if not own:  # otherwise the file is perhaps being replaced
-            raise ValueError(f"SPACES must have URLs or files with URLs; this is neither: {error}") from error
-    return origin if origin in map(_origin, own) else None
-
-
-def _variable(name: str) -> str:
-    value = os.environ.get(name, "").strip()
-    if not _SENDABLE.fullmatch(value):
-        raise ValueError(f"{name} cannot be sent in a header: set it to printable ASCII without spaces")
-    return value
-
-
-@functools.cache
-def _origin(url: str) -> tuple[str, str, int] | None:
-    """Scheme, host and port that a request to `url` reaches; None if `url` is not a plain URL."""
-    if not (match := _URL.fullmatch(url)):
-        return None
-    scheme = match[1].lower()
-    return scheme, match[2].lower(), int(match[3] or {"http": 80, "https": 443}[scheme])
 
 
 # The HTTP session of a rollout's asyncio task, and of the tasks that the rollout starts, such as tool calls.

@@ -140,6 +140,7 @@ class RunReader:
             ConfigError: `version` is neither a number nor a possible tag.
         """
         run = self.keys.run
+        version = number_or_tag(version)
         newest = self.newest()
         if newest is None:
             others = ", ".join(other for other in runs_in(self.bucket) if other != run)
@@ -555,6 +556,11 @@ def went_back(what: str, version: int | None, floor: Rank) -> errors.ProtocolErr
 def no_longer_held(place: str, version: int, oldest: int) -> errors.ProtocolError:
     """The error for a version that was deleted."""
     return errors.ProtocolError(f"{place} no longer has version {version}; the oldest available is {oldest}")
+
+
+def number_or_tag(version: int | str | None) -> int | str | None:
+    """A version as a number if its text is one, which no tag can be."""
+    return int(version) if isinstance(version, str) and re.fullmatch(r"[0-9]+", version) else version
 
 
 def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:

@@ -5,6 +5,8 @@ from typing import Final
 
 import httpx
 
+from delta_weight_sync.spaces import hub_token
+
 # Of a vLLM with the plugin, and of a replica Space.
 _PATHS: Final = ("/delta_weight_sync/status", "/status")
 _REQUEST_S: Final = 10.0
@@ -14,6 +16,8 @@ _MAX_BYTES: Final = 4 << 20  # a report names at most 1,024 commits
 def read_status(url: str, after: int, *, proxies: bool = True) -> bytes:
     """Return a replica's report as JSON; see `delta_weight_sync.runlog.ReplicaReport`.
 
+    A private Space on the Hub gets `SPACE_HF_TOKEN` if `SPACES` lists it. Redirects are not followed.
+
     Args:
         url: The replica, such as `http://127.0.0.1:8000`: a vLLM with the plugin, or a Space.
         after: The report lists the commits of versions after this one.
@@ -22,9 +26,12 @@ def read_status(url: str, after: int, *, proxies: bool = True) -> bytes:
     Raises:
         httpx.HTTPError, httpx.InvalidURL: There is no answer, or not one of status 200.
         ValueError: The answer is too large, or takes too long.
+        ConfigError: `SPACES` or `SPACE_HF_TOKEN` has a bad value.
     """
+    token = hub_token(url)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     deadline = time.monotonic() + _REQUEST_S
-    with httpx.Client(timeout=_REQUEST_S, trust_env=proxies) as client:
+    with httpx.Client(timeout=_REQUEST_S, trust_env=proxies, headers=headers) as client:
         for path in _PATHS:
             with client.stream("GET", url.rstrip("/") + path, params={"after": after}) as answer:
                 if answer.status_code == httpx.codes.NOT_FOUND and path != _PATHS[-1]:

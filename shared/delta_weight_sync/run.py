@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from delta_weight_sync.differences import TensorDiff, differences
+from delta_weight_sync.errors import FolderError
 from delta_weight_sync.push import push_version
-from delta_weight_sync.reader import open_run
+from delta_weight_sync.reader import number_or_tag, open_run
 from delta_weight_sync.records import Manifest, Tag
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.tags import remove_tag, set_tag, tags_of
@@ -76,8 +77,13 @@ class Run:
 
         Raises:
             ProtocolError, CodecError: A file is damaged, or the digest is not the published one.
+            FolderError: `folder` is a file.
             NoVersionError, BucketError: As for `manifest`.
         """
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise FolderError(f"{folder} is a file, or lies in one: name a folder") from None
         manifest = self._reader.manifest(version)
         self._reader.checkout(manifest, Path(folder))
         return manifest
@@ -177,6 +183,7 @@ class Run:
             version: The number of the version, which need not be published yet, or a tag; None for
                 the newest version.
             replicas: The URL of each replica: a Space of this project, or a vLLM server with the plugin.
+                A private Space gets the token in SPACE_HF_TOKEN if SPACES lists it.
             timeout_s: Seconds to wait at most; by default, for ever.
 
         Returns:
@@ -184,8 +191,9 @@ class Run:
 
         Raises:
             TimeoutError: The time is over; the message says what is missing at each replica.
-            ConfigError: No replica is given, or one of the URLs is not one.
+            ConfigError: No replica is given, one of the URLs is not one, or SPACES or SPACE_HF_TOKEN is bad.
             ProtocolError, NoVersionError, BucketError: As for `manifest`.
         """
+        version = number_or_tag(version)
         number = version if isinstance(version, int) else self.manifest(version).version
         return wait_for(self._reader, number, [*replicas], timeout_s)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ValidationError
@@ -13,6 +14,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import POLL_S
 from delta_weight_sync.replicas import read_status
 from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.spaces import hub_token
 from delta_weight_sync.util import time_text
 
 _NO_COMMITS: Final = 1 << 53  # no version is newer, so the answer lists no commits
@@ -80,10 +82,15 @@ def _served(reader: RunReader, url: str, version: int, digests: dict[int, str]) 
 def _report(url: str) -> ReplicaReport:
     try:
         return ReplicaReport.model_validate_json(read_status(url, _NO_COMMITS))
+    except ConfigError:  # of the variables with credentials: waiting does not help
+        raise
     except ValidationError:
         why = "gives a status of an unknown form: is it a replica of this project?"
     except httpx.HTTPStatusError as error:
         why = f"answers {error.response.status_code}: is it a replica of this project?"
+        if urlsplit(url).netloc.endswith(".hf.space") and not hub_token(url):
+            why += " If the Space is private, set SPACE_HF_TOKEN to a token that may read it, and"
+            why += " add its URL to SPACES"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         why = f"does not answer ({error})"
     raise _NotYetError(printable(why))

@@ -65,6 +65,14 @@ def test_any_version_is_an_ordinary_checkpoint(url: str, tmp_path: Path) -> None
     assert Run(url).checkout(str(tmp_path / "newest")).version == 2
 
 
+def test_a_file_is_no_folder_for_a_checkout(url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=f"{out} is a file, or lies in one: name a folder"):
+            Run(url).checkout(out)
+        assert "name a folder" in command("checkout", url, "--out", out).complaint
+
+
 def test_a_diff_names_each_element_that_changed(url: str) -> None:
     scale, matrix = Run(url).diff(0, 2)
     assert (matrix.name, matrix.dtype) == ("w", "BF16")

@@ -7,8 +7,10 @@ import pytest
 from delta_weight_sync import ConfigError, Run
 from delta_weight_sync.runlog import ReplicaEvent, ReplicaReport
 from tests.cli.command import command
+from tests.support import tls_hosts
 from tests.support.http_server import answering
 from tests.support.published_run import write_run
+from tests.support.tls_hosts import OWN, STRANGER
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +68,28 @@ def test_what_is_no_url_is_refused(run):
         run.wait(1, ["localhost:8000"])
     with pytest.raises(ConfigError, match="no replica"):
         run.wait(1, [])
+
+
+def test_a_private_space_gets_the_token_that_can_only_read_and_no_other_host_does(run, tmp_path, monkeypatch):
+    for name in ("SPACE_KEY", "SPACE_HF_TOKEN", "HF_TOKEN"):
+        monkeypatch.setenv(name, name.lower())
+    monkeypatch.setenv("SPACES", f"https://{OWN}")
+    urls = [f"https://{OWN}", f"https://{STRANGER}"]
+    with tls_hosts.answering(tmp_path, monkeypatch) as hosts:
+        hosts.moved.add(OWN)  # it sends everybody to the stranger's
+        with pytest.raises(TimeoutError, match="answers 307"):
+            run.wait(1, urls, timeout_s=0)
+    (own,) = hosts.asked[OWN]
+    (stranger,) = hosts.asked[STRANGER]
+    assert own["authorization"] == "Bearer space_hf_token"
+    assert "authorization" not in stranger
+    assert not [value for headers in (own, stranger) for value in headers.values() if "space_key" in value]
+    monkeypatch.setenv("SPACE_HF_TOKEN", "hf_token")
+    with pytest.raises(ConfigError, match="SPACE_HF_TOKEN is HF_TOKEN, which may write"):
+        run.wait(1, urls)
+
+
+def test_a_version_may_be_named_by_the_digits_of_its_number(run):
+    assert run.manifest("1") == run.manifest(1)
+    with serving(run, 2) as url:
+        assert run.wait("2", [url]) == {url: 2}

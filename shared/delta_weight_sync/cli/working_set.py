@@ -165,8 +165,8 @@ def _version_of(text: str) -> tuple[RunReader, Manifest]:
 
 def _wait(arguments: argparse.Namespace) -> None:
     """Return when each replica serves the version or a newer one, with the published digest. The URL is
-    that of a public Space of this project, or of a vLLM server with the plugin. The version need not be
-    published yet.
+    that of a Space of this project, or of a vLLM server with the plugin. A private Space gets the token in
+    SPACE_HF_TOKEN if SPACES lists it. The version need not be published yet.
 
       delta-weight-sync wait RUN --version 41 --replicas http://localhost:8000 --timeout 60
     """
