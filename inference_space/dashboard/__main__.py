@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.records import Keys
-from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard.export import export
 from inference_space.dashboard.page import mount
 from inference_space.dashboard.remote import RemoteReplica
@@ -36,6 +36,7 @@ def main() -> None:
         if args.compare and bucket.stat(Keys(args.compare).info) is None:
             sys.exit(f"dashboard: --compare: {args.bucket} holds no run {args.compare!r}")
         listening = socket.create_server((args.host, args.port))
+        _say_if_unreadable(bucket)
     except (DeltaWeightSyncError, OSError) as error:
         sys.exit(f"dashboard: {error}")
     reports = [RemoteReplica(url) for url in args.replicas]
@@ -44,6 +45,14 @@ def main() -> None:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
         # An open page holds a connection that never ends by itself, so a stop waits only 1 s for connections.
         serve(app, [listening], log_level="warning", timeout_graceful_shutdown=1)
+
+
+def _say_if_unreadable(bucket: Bucket) -> None:
+    """A trainer may yet create the bucket, so the page waits for it; but perhaps the URL is wrong."""
+    try:
+        bucket.stat(Keys("any").info)
+    except DeltaWeightSyncError as error:
+        print(f"dashboard: {error}. The page waits for it.", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

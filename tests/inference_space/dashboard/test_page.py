@@ -121,6 +121,21 @@ def test_the_command_says_where_it_serves_the_bucket_and_leaves_nothing(tmp_path
     assert list(temporary.glob("delta-weight-sync*")) == []
 
 
+@pytest.mark.full
+def test_a_bucket_that_does_not_exist_is_named_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "inference_space.dashboard", "--bucket", f"file://{tmp_path}/typo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr
+            said = server.stderr.readline()
+        finally:
+            server.terminate()
+    assert said == (
+        f"dashboard: file://{tmp_path}/typo does not exist: create the folder, or mount it."
+        " The page waits for it.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("url", "said"), [("ftp://somewhere", "hf://buckets/<owner>/<name>"), ("", "holds no run yet")]
 )
