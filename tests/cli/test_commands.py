@@ -35,7 +35,8 @@ def test_log_lists_every_version(finished):
     url, digests = finished
     lines = command("log", url).output.splitlines()[1:]
     assert [line.split()[0] for line in lines] == ["4", "3", "2", "1", "0"]
-    assert [line.split()[8] for line in lines] == digests[::-1]
+    assert [line.split()[-1 - line.endswith("yes")] for line in lines] == digests[::-1]
+    assert lines[-1].split()[6] == "all", "version 0 is a whole checkpoint"
     assert [line.endswith("yes") for line in lines] == [False] * 4 + [True], "of version 0"
     rows = [json.loads(line) for line in command("log", url, "--json", "-n", 2).output.splitlines()]
     assert [(row["version"], row["syncs"], row["digest"]) for row in rows] == [

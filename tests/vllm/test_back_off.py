@@ -23,6 +23,7 @@ from delta_weight_sync.vllm.follower import Follower
 from tests.cli.command import Result, command
 from tests.support.fake_vllm import InMemoryVllm
 from tests.support.real_run import RUN, Drifting
+from tests.support.waiting import soon
 from tests.support.written_run import file_ref
 from tests.vllm.test_signed import renewed
 
@@ -116,6 +117,17 @@ def time(run: Drifting, monkeypatch: pytest.MonkeyPatch) -> QuickTime:
 def follower(time: QuickTime, vllm: InMemoryVllm, tmp_path: Path) -> Follower:
     """It looks once a second."""
     return Follower(RunReader(time, RUN), vllm, name="r", folder=tmp_path / "r", poll_s=1.0)
+
+
+def test_a_bucket_that_a_trainer_has_yet_to_create_is_waited_for(tmp_path: Path, vllm: InMemoryVllm) -> None:
+    bucket = open_bucket(f"file://{tmp_path}/later")
+    follower = Follower(RunReader(bucket, RUN), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    follower.start()
+    try:
+        soon(lambda: error(follower))
+    finally:
+        follower.stop()
+    assert error(follower).endswith("or mount it, or start the trainer, which creates it")
 
 
 def error(follower: Follower) -> str:

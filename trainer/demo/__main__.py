@@ -223,6 +223,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     progress.say(f"dashboard    {replica_url}   (bucket {bucket_url})")
     progress.say(f"play Wordle  {env_url}   (yourself, or watch the policy)")
     progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
+    progress.say("the programs start; until then, these addresses do not answer")
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
     env = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env_port), "WORDLE_REPLICA_URL": replica_url}
@@ -242,6 +243,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     summary = summarize(progress.events, name, progress.seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\n{table(summary)}\n\nall figures: {folder}/summary.json", flush=True)
+    print(f"the dashboard again: python -m inference_space.dashboard --bucket {bucket_url}", flush=True)
     if not summary["verified"]:
         raise ChildError(f"a replica does not hold the trainer's weights; see {folder}/summary.json")
     if sys.stdout.isatty():

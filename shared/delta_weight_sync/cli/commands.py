@@ -141,7 +141,7 @@ def _log(arguments: Arguments) -> None:
                 "published": _when(manifest),
                 "syncs": f"{first}-{manifest.sync}" if first < manifest.sync else f"{manifest.sync}",
                 "payload": _payload(manifest),
-                "changed": 1 - manifest.sparsity,
+                "changed": 1 - manifest.sparsity if manifest.delta or arguments.json else "all",
                 "digest": manifest.digest,
                 "anchor": manifest.version in anchors,
             }

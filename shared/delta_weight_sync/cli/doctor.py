@@ -47,12 +47,16 @@ def _packages() -> bool:
     wrong = False
     own = importlib.metadata.distribution(_NAME)
     seen = {"vllm", "trl"}
+    group = ""
     extras = ("", *(own.metadata.get_all("Provides-Extra") or ()))
     for need in map(Requirement, own.requires or ()):
         extra = next(e for e in extras if not need.marker or need.marker.evaluate({"extra": e}))
         if need.name in seen:  # several extras may need the same package
             continue
         seen.add(need.name)
+        if extra != group:
+            print(f"with the extra {extra}, also:")
+            group = extra
         try:
             found = importlib.metadata.version(need.name)
         except importlib.metadata.PackageNotFoundError:

@@ -162,6 +162,8 @@ class Follower:
 
     def explain(self, error: Exception | None) -> str:
         """Return the text to report for `error` (None: all is well again). A Space overrides this method."""
+        if isinstance(error, errors.BucketMissingError) and self.serving is None:
+            return f"{error}, or start the trainer, which creates it"
         return f"{error}"
 
     # Watch: decide which version to serve.

@@ -55,6 +55,14 @@ def test_counts_by_layer_and_kind_and_distances(tmp_path: Path) -> None:
     assert "57.1 %</b> moved to a neighbouring number" in inside(delta)
 
 
+def test_a_version_without_changes_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "delta.safetensors"
+    path.write_bytes(codec.encode([], lambda _: np.empty(0, np.uint16), base=6, version=7))
+    shown = inside(open_delta([path]))
+    assert "This version changed no weight." in shown
+    assert "How far weights moved" not in shown
+
+
 def test_distances_that_need_the_old_weights_are_explained(tmp_path: Path) -> None:
     weights = np.random.default_rng(0).normal(0, 0.02, (200, 200)).astype(np.float32)
     old = (weights.view(np.uint32) >> 16).astype(np.uint16)
