@@ -32,7 +32,7 @@ from pathlib import Path
 
 import httpx
 
-from docs.stage import ROOT, Stage, staged
+from docs.stage import ROOT, TUTORIAL, Stage, staged
 
 _FENCE = re.compile(r"\s*```(\w*)\s*$")
 _COMMENT = re.compile(r"\s*<!-- docs-check: (.+?) -->\s*$")
@@ -214,8 +214,9 @@ def _answers(url: str, shell: subprocess.Popen[bytes]) -> bool:
 
 
 def _start(block: Block, stage: Stage, output: int) -> subprocess.Popen[bytes]:
+    code = block.code.replace(TUTORIAL, stage.tutorial)
     return subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", block.code],
+        ["bash", "-euo", "pipefail", "-c", code],
         cwd=stage.folder,
         env=stage.environment,
         stdin=subprocess.DEVNULL,

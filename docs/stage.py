@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 OWNER = "me"
 HUB_BUCKET = "hf://buckets/me/wordle"
 S3_BUCKET = "s3://wordle/policies"
+TUTORIAL = "file:///tmp/bucket"  # on the pages; here, a bucket in the copy
 _SECRET_PARTS = ("TOKEN", "SECRET", "HF_", "AWS_")
 
 
@@ -29,6 +30,10 @@ _SECRET_PARTS = ("TOKEN", "SECRET", "HF_", "AWS_")
 class Stage:
     folder: Path
     environment: dict[str, str]
+
+    @property
+    def tutorial(self) -> str:
+        return (self.folder / "runs/tutorial").as_uri()
 
 
 @contextmanager
@@ -47,7 +52,7 @@ def staged(temporary: Path) -> Iterator[Stage]:
         stage = Stage(folder, environment)
         _start_apps_of_spaces(stage, hub, temporary, stack)
         urls = [(folder / "runs/demo/bucket").as_uri(), HUB_BUCKET, S3_BUCKET]
-        _seed(stage, urls)
+        _seed(stage, *((url, "demo", 9) for url in urls), (stage.tutorial, "first", 21))
         yield stage
 
 
@@ -77,15 +82,16 @@ from pathlib import Path
 from tests.support.published_run import write_run
 
 with tempfile.TemporaryDirectory() as folder:
-    for url in sys.argv[1:]:
+    for each in sys.argv[1:]:
+        url, run, versions = each.split()
         torch.manual_seed(0)
-        write_run(url, Path(folder), versions=9, run="demo")
+        write_run(url, Path(folder), versions=int(versions), run=run)
 """
 
 
-def _seed(stage: Stage, urls: list[str]) -> None:
-    """Write a run of a tiny policy into each bucket, as `make demo` leaves one."""
-    command = [sys.executable, "-c", _SEED, *urls]
+def _seed(stage: Stage, *runs: tuple[str, str, int]) -> None:
+    """Write runs of a tiny policy: into the bucket at a URL, with a name, and with so many versions."""
+    command = [sys.executable, "-c", _SEED, *(" ".join(map(str, run)) for run in runs)]
     done = subprocess.run(
         command, cwd=stage.folder, env=stage.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from delta_weight_sync.util import size_text
-
 _TILE = 4096, 32768  # TRL computes logits in tiles of at most this many tokens and vocabulary entries
 # These optimizers have two moments per weight. For all other optimizers, no moments are counted.
 _ADAMW = "adamw_torch_fused", "adamw_torch"
@@ -59,6 +57,6 @@ def problem(needs: Mapping[str, int], room: int) -> str:
 
 
 def words(needs: Mapping[str, int]) -> str:
-    """The sum and each part as text."""
-    each = ", ".join(f"{name} {size_text(need)}" for name, need in needs.items())
-    return f"{size_text(sum(needs.values()))} ({each})"
+    """The sum and each part as text, in GB."""
+    each = ", ".join(f"{name} {need / 1e9:.1f}" for name, need in needs.items())
+    return f"{sum(needs.values()) / 1e9:.0f} GB ({each})"

@@ -214,7 +214,8 @@ def _trainer_gpu(setup: Setup) -> str:
     if not (needs := memory.parts(setup.model, setup.config, max(1, len(room)))):
         return f"{setup.model} has no config from which its memory can be computed"
     if not room:
-        return f"this machine has no GPU; train on a machine with a GPU of {memory.words(needs)}"
+        size = memory.words(needs) if sum(needs.values()) >= _GB else "any size"
+        return f"this machine has no GPU; train on a machine with a GPU of {size}"
     if problem := memory.problem(needs, min(room)):
         raise DeployError(problem)
     each = f"each of {len(room)} GPUs needs" if len(room) > 1 else "needs"
