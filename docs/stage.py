@@ -90,7 +90,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def _seed(stage: Stage, *runs: tuple[str, str, int]) -> None:
-    """Write runs of a tiny policy: into the bucket at a URL, with a name, and with so many versions."""
+    """Write runs of a tiny policy: each with a bucket, a name and a number of versions."""
     command = [sys.executable, "-c", _SEED, *(" ".join(map(str, run)) for run in runs)]
     done = subprocess.run(
         command, cwd=stage.folder, env=stage.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

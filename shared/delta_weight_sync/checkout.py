@@ -34,6 +34,7 @@ from delta_weight_sync.reader import (
 )
 from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.run import Run
+from delta_weight_sync.util import make_folder
 from delta_weight_sync.watch import Watcher
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest in a version's folder: says which version that is
@@ -241,12 +242,7 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
     """
 
     def __init__(self, reader: RunReader, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise errors.FolderError(f"{folder} is a file, or lies in one: name a folder") from None
-        except PermissionError as error:
-            raise errors.FolderError(f"{folder} may not be made ({error}): name another folder") from None
+        make_folder(folder)
         if not (folder / ".lock").exists() and any(folder.iterdir()):
             raise errors.FolderError(f"{folder} holds other files: name an empty folder, or a new one")
         self.folder = folder.absolute()

@@ -35,6 +35,7 @@ from delta_weight_sync.runlog import (
     StepEvent,
     SyncEvent,
 )
+from delta_weight_sync.util import make_folder
 
 _LISTED: Final = 6  # polls of the log for one listing, which finds what other programs than the trainer wrote
 _LONGEST_S: Final = 300.0  # max seconds between two tries
@@ -166,7 +167,7 @@ class _Kept(Target):
     def __init__(self, folder: Path, run: str, info: RunInfo, project: str) -> None:
         super().__init__()
         self.id = hashlib.sha256(info.to_bytes()).hexdigest()[:16]  # not that of an older run of this name
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._lock = (folder / f".exported-{self.name}.lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlocked when this process ends

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from delta_weight_sync.differences import TensorDiff, differences
-from delta_weight_sync.errors import FolderError
 from delta_weight_sync.push import push_version
 from delta_weight_sync.reader import number_or_tag, open_run
 from delta_weight_sync.records import Manifest, Tag
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.tags import remove_tag, set_tag, tags_of
+from delta_weight_sync.util import make_folder
 from delta_weight_sync.verification import verified
 from delta_weight_sync.waiting import wait_for
 
@@ -77,13 +77,10 @@ class Run:
 
         Raises:
             ProtocolError, CodecError: A file is damaged, or the digest is not the published one.
-            FolderError: `folder` is a file.
+            FolderError: `folder` is a file, or may not be made.
             NoVersionError, BucketError: As for `manifest`.
         """
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise FolderError(f"{folder} is a file, or lies in one: name a folder") from None
+        make_folder(Path(folder))
         manifest = self._reader.manifest(version)
         self._reader.checkout(manifest, Path(folder))
         return manifest

@@ -7,8 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeVar
+
+from delta_weight_sync.errors import FolderError
 
 _log = logging.getLogger("delta_weight_sync")
 Job = TypeVar("Job")
@@ -82,6 +85,16 @@ def in_order(work: Callable[[Job], Result], jobs: Iterable[Job], threads: int = 
             yield running.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder unless it exists. Raises `FolderError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise FolderError(f"{folder} is a file, or lies in one: name a folder") from None
+    except PermissionError as error:
+        raise FolderError(f"{folder} may not be made ({error}): name another folder") from None
 
 
 def size_text(size: float) -> str:

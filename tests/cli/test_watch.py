@@ -208,6 +208,9 @@ def test_a_folder_has_one_run_and_one_exporter(url, quiet, tmp_path):
     target = open_target("tensorboard", open_run(url), folder, "")
     assert f"another process exports into {folder}" in command("watch", url, *words).complaint
     target.close()
+    (tmp_path / "file").touch()
+    into_file = command("watch", url, "--to", "tensorboard", "--into", tmp_path / "file")
+    assert "is a file, or lies in one: name a folder" in into_file.complaint
     other = (tmp_path / "other").as_uri()
     write_run(other, tmp_path / "base", versions=1)
     refused = command("watch", other, *words)
