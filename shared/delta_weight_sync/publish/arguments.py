@@ -13,6 +13,7 @@ import torch
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.errors import ConfigError
 from delta_weight_sync.prune import Keep
+from delta_weight_sync.publish.adapters import Merged, adapted
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.reader import split_run
 
@@ -72,14 +73,17 @@ def require_optimizer(optimizer: Any) -> None:
 
 
 def named(weights: Any) -> Any:
-    """Return `weights`, or an equal iterator of which the first pair was checked.
+    """Return `weights`, or an equal iterator of which the first pair was checked; of a model with adapters,
+    the merged tensors.
 
     An error that is raised here leaves the publisher as it was; an error of `pairs` stops it.
 
     Raises:
-        ConfigError: This is neither a model nor named tensors.
+        ConfigError: This is neither a model nor named tensors, or it has adapters that cannot be merged.
     """
     if isinstance(weights, torch.nn.Module):
+        return adapted(weights)
+    if isinstance(weights, Merged):
         return weights
     if isinstance(weights, Mapping | ItemsView | list | tuple):
         for _ in pairs(weights.items() if isinstance(weights, Mapping) else weights):

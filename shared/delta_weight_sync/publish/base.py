@@ -39,8 +39,7 @@ from delta_weight_sync.records import KEY, MAX_ASSETS
 from delta_weight_sync.signing import SECRET
 
 MERGED: Final = (
-    "call `model.merge_adapter()`, publish the tensors of `model.get_base_model()` that have no `lora_` in"
-    " their names, without `.base_layer`, and then call `model.unmerge_adapter()`"
+    "publish the model itself, `publish(model)`, which merges its adapters and leaves its base as it is"
 )
 PEFT: Final = re.compile(r"\.base_layer\.|\.lora_|\.modules_to_save\.")
 _HEAD: Final = "lm_head.weight"

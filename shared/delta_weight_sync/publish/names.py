@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -27,7 +28,15 @@ from torch.utils._pytree import tree_leaves
 from delta_weight_sync.checkpoint import Shapes
 
 _ATEN = torch.ops.aten
+# torch.compile, FSDP and activation checkpointing insert these parts into the names of parameters.
+_WRAPPER = "_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
+_PREFIX = re.compile(rf"^(?:(?:module|{_WRAPPER})\.)+|(?<=\.)(?:{_WRAPPER})\.")
 _log = logging.getLogger("delta_weight_sync")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that torch.compile, DDP, FSDP and others add."""
+    return _PREFIX.sub("", name)
 
 
 class View(NamedTuple):

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,10 +17,11 @@ from delta_weight_sync.checkpoint import Bits, Spec, Specs, dtype_of
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import tensor_digest, to_hex
 from delta_weight_sync.publish import arguments
+from delta_weight_sync.publish.adapters import Merged, adapted, unwrapped
 from delta_weight_sync.publish.base import MERGED, PEFT, Base
 from delta_weight_sync.publish.hub_copy import HubCopy
 from delta_weight_sync.publish.mirror import Place
-from delta_weight_sync.publish.names import Names, find_names
+from delta_weight_sync.publish.names import Names, find_names, plain_name
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
 from delta_weight_sync.publish.plan import HALF, Plan
 from delta_weight_sync.publish.readable import require_readable
@@ -40,11 +40,8 @@ from delta_weight_sync.util import Guard
 
 __all__ = ["Publisher", "checkpoint_weights"]
 DEFAULT_RUN = "main"
-Model = torch.nn.Module | Weights | Mapping[str, torch.Tensor]
+Model = torch.nn.Module | Merged | Weights | Mapping[str, torch.Tensor]
 _TIMEOUT_S = 600.0
-# torch.compile, FSDP and activation checkpointing insert these parts into the names of parameters.
-_WRAPPER = "_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
-_PREFIX = re.compile(rf"^(?:(?:module|{_WRAPPER})\.)+|(?<=\.)(?:{_WRAPPER})\.")
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -326,12 +323,15 @@ class Publisher:
         found = self._found
         self._found = None
         assert found is not None
-        live = dict(checkpoint_weights(weights))
+        live = _state_weights(weights)
         found.restore(live, optimizer, others)
         # If the newest version is damaged, `shapes` is empty. The digest is then not checked, because it also
         # covers the untrained weights, which are unknown.
-        published = dict(self._published(live)) if self._outbox.shapes else {}
-        if published and self.digest(published.items()) != found.record.digest:
+        published: Model = {}
+        if self._outbox.shapes:
+            has_adapters = isinstance(weights, torch.nn.Module) and isinstance(adapted(weights), Merged)
+            published = weights if has_adapters else dict(self._published(live)).items()
+        if published and self.digest(published) != found.record.digest:
             raise errors.StateError(
                 f"the weights of this state are not those of its version {found.record.version}:"
                 " start a new run, and call `save_state` right after each `publish`"
@@ -381,7 +381,7 @@ class Publisher:
             return False
         with self._peers.fail_together():
             extra = as_json(extra or {}, "`extra`")  # a copy: the caller may change its own meanwhile
-            state = snapshot(dict(checkpoint_weights(weights)), optimizer, others, main=self._peers.main)
+            state = snapshot(_state_weights(weights), optimizer, others, main=self._peers.main)
         first = self.resumed_from is None and self._saver.thread is None
         self._saver.save(state, self.sync, extra)
         if first:
@@ -482,7 +482,8 @@ class Publisher:
         return self._plan
 
     def _make_plan(self, weights: Model) -> Plan:
-        model = _transformers_model(weights)
+        found = adapted(weights) if isinstance(weights, torch.nn.Module) else None
+        model = None if isinstance(found, Merged) else unwrapped(found)
         specs = self._outbox.specs
         if not specs:  # no version yet, or none that could be rebuilt
             return self._start.plan(model) if self._start else Plan("", {}, Names())
@@ -611,7 +612,7 @@ def checkpoint_weights(weights: Model, plan: Plan | None = None) -> Weights:
     kept = isinstance(weights, Mapping | ItemsView)
     seen = set[tuple[object, ...]]()
     for name, tensor in _items(weights, plan):
-        plain = _PREFIX.sub("", name)
+        plain = plain_name(name)
         if plain.startswith("base_model.model."):
             raise errors.ConfigError(
                 f"{plain} is PEFT's name of a parameter, which no server knows: {MERGED}"
@@ -627,23 +628,25 @@ def checkpoint_weights(weights: Model, plan: Plan | None = None) -> Weights:
 
 
 def _items(weights: Model, plan: Plan | None) -> Weights:
+    if isinstance(weights, torch.nn.Module):
+        weights = adapted(weights)
     if isinstance(weights, Mapping):
         yield from arguments.pairs(weights.items())
+    elif isinstance(weights, Merged):
+        yield from weights.tensors(plan)
     elif isinstance(weights, torch.nn.Module):
         yield from weights.named_parameters()
         for path, module in weights.named_modules():
             for key, buffer in module._buffers.items():
                 name = f"{path}.{key}".lstrip(".")
-                lacking = plan is not None and not plan.has(_PREFIX.sub("", name))
+                lacking = plan is not None and not plan.has(plain_name(name))
                 if buffer is not None and key not in module._non_persistent_buffers_set and not lacking:
                     yield name, buffer
     else:
         yield from arguments.pairs(weights)
 
 
-def _transformers_model(weights: Model) -> Any:
-    """The model itself, without what DDP, torch.compile and others wrap around it; None for named tensors."""
-    model: Any = weights if isinstance(weights, torch.nn.Module) else None
-    while (inner := getattr(model, "module", None) or getattr(model, "_orig_mod", None)) is not None:
-        model = inner
-    return model
+def _state_weights(weights: Model) -> dict[str, torch.Tensor]:
+    """The tensors that a state holds. Of a model with adapters, these are not the tensors of a version."""
+    found = adapted(weights) if isinstance(weights, torch.nn.Module) else weights
+    return dict(found.trained() if isinstance(found, Merged) else checkpoint_weights(found))
