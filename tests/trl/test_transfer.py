@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, async_rollout_worker
 from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
 
-from delta_weight_sync import BucketWeightTransfer
+from delta_weight_sync import BucketWeightTransfer, follow
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.trl import hooks
@@ -19,6 +21,8 @@ from tests.support.recorded import BATCH, Recorded, cpu_config
 
 STEPS = 3
 PATCHED = ((async_rollout_worker, "is_vllm_available"), (async_rollout_worker, "_child_main"))
+if hooks.ADAPTERS.works():
+    PATCHED += ((AsyncGRPOTrainer, "_sync_weight_merged"), (AsyncGRPOTrainer, "_streaming_iter"))
 if hooks.ATTENTION.works():
     from trl.experimental.async_grpo import packing
 
@@ -99,3 +103,42 @@ def test_trls_trainer_with_a_frozen_part_publishes_whole_checkpoints(base, tmp_p
     changed = [name for name, bits in read_bits(base) if (state[name] != bits).any()]
     assert changed
     assert "model.embed_tokens.weight" not in changed
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trls_trainer_with_peft_config_publishes_merged_weights_and_keeps_its_base(
+    base, tmp_path, monkeypatch, dtype
+):
+    """A replica follows to disk. TRL alone would merge into the base, and move its weights in bf16."""
+    if not hooks.ATTENTION.works():
+        pytest.skip("this TRL trains on GPUs only")
+    url = f"{(tmp_path / 'bucket').as_uri()}#trl"
+    settings = {"dtype": dtype, "per_device_train_batch_size": BATCH, "learning_rate": 1e-2}
+    trainer = AsyncGRPOTrainer(
+        str(base),
+        args=cpu_config(tmp_path / "trl", max_steps=STEPS, max_staleness=100, **settings),
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "?"}]]}),
+        reward_funcs=[],
+        rollout_worker=Recorded(STEPS, None),
+        weight_transfer=BucketWeightTransfer(url, base),
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+    )
+    frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.train()
+    assert open_run(url).manifest().sync == STEPS + 1
+    (version,) = follow(url, into=tmp_path / "followed", once=True)
+    loaded = AutoModelForCausalLM.from_pretrained(version.path, dtype=torch.float64).state_dict()
+    assert all(torch.equal(p, frozen[n]) for n, p in trainer.model.named_parameters() if n in frozen)
+    layers = [(n, m) for n, m in trainer.model.get_base_model().named_modules() if hasattr(m, "lora_A")]
+    assert len(layers) == 14
+    for name, layer in layers:
+        a, b = (each["default"].weight.detach().double() for each in (layer.lora_A, layer.lora_B))
+        assert b.abs().max() > 0, "it was trained"
+        exact = layer.base_layer.weight.double() + layer.scaling["default"] * (b @ a)
+        error = (loaded[f"{name}.weight"] - exact).abs()
+        for neighbour in (-1, 1):
+            bits = loaded[f"{name}.weight"].bfloat16().view(torch.int16) + neighbour
+            assert (error <= (bits.view(torch.bfloat16).double() - exact).abs()).all(), name
+    trainer.model.merge_adapter()  # works again
+    assert not all(torch.equal(p, frozen[n]) for n, p in trainer.model.named_parameters() if n in frozen)

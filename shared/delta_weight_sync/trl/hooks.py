@@ -37,6 +37,14 @@ def _every_rank(probe: Probe) -> None:
     probe.attributes(_TRAINER, "AsyncGRPOTrainer", *counters)
 
 
+def _adapters(probe: Probe) -> None:
+    """`patches` keeps TRL from merging adapters into the base for a sync, and yields merged copies."""
+    probe.exactly(_TRAINER, "AsyncGRPOTrainer._streaming_iter", "self")
+    probe.exactly(_TRAINER, "AsyncGRPOTrainer._sync_weight_merged", "self", "t0")
+    for method in ("_streaming_iter", "merge_adapter", "unmerge_adapter"):
+        probe.calls(_TRAINER, "AsyncGRPOTrainer._sync_weight_merged", method)
+
+
 def _attention(probe: Probe) -> None:
     """`cpu` replaces the FlashAttention kernel from the Hub, and the table of peak throughputs, which has no
     CPU. (trl/0005 and trl/0003 would end the two.)"""
@@ -88,6 +96,13 @@ EVERY_RANK = Feature(
     since="1.14",
     upstream="trl/0001",
 )
+ADAPTERS = Feature(
+    TRL,
+    "`peft_config`: adapters that are published merged, while the base stays as it is",
+    _adapters,
+    without="TRL merges adapters into the base itself at each sync, and rounds the base's weights",
+    since="1.16",
+)
 ATTENTION = Feature(
     TRL,
     "training on a CPU, in float32, or without the package `kernels`",
@@ -117,4 +132,4 @@ REPLICAS = Feature(
     since="1.16",
     upstream="trl/0002",
 )
-FEATURES: tuple[Feature, ...] = (TRANSFER, EVERY_RANK, ATTENTION, WITHOUT_VLLM, CHILD, REPLICAS)
+FEATURES: tuple[Feature, ...] = (TRANSFER, EVERY_RANK, ADAPTERS, ATTENTION, WITHOUT_VLLM, CHILD, REPLICAS)

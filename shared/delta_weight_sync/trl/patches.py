@@ -22,6 +22,7 @@ from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 
 from delta_weight_sync import compat
 from delta_weight_sync.errors import RolloutError
+from delta_weight_sync.publish import adapters
 from delta_weight_sync.trl import cpu, hooks, sampling
 
 _WORKER: Any = async_rollout_worker.AsyncRolloutWorker
@@ -30,6 +31,9 @@ _INIT: Any = _WORKER.__init__
 _START: Any = getattr(_WORKER, "start", None)
 _CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
 _KILLED = "it was killed, perhaps because the memory is full"
+_TRAINER: Any = async_grpo_trainer.AsyncGRPOTrainer
+_SYNC: Any = getattr(_TRAINER, "_sync_weight_merged", None)
+_WEIGHTS: Any = getattr(_TRAINER, "_streaming_iter", None)
 _SERVER_S = 240  # seconds to wait for vLLM; the same as in TRL
 _replace = setattr  # tests put `monkeypatch.setattr` here, which undoes the patches
 
@@ -52,6 +56,11 @@ def install(*needed: compat.Feature) -> None:
     # TRL neither asks vLLM how it makes log-probabilities, nor refuses what its loss does not compute. Remove
     # this once it does both, as its synchronous trainer does the first.
     _replace(_WORKER, "__init__", init)
+    if hooks.ADAPTERS.works():
+        # TRL merges adapters into the base's own weights for each sync. This rounds them twice, so that the
+        # base drifts. Remove this once TRL sends merged copies.
+        _replace(_TRAINER, "_sync_weight_merged", sync_weights)
+        _replace(_TRAINER, "_streaming_iter", weights)
     if hooks.ATTENTION.works():
         from trl.experimental.async_grpo import packing
 
@@ -61,6 +70,19 @@ def install(*needed: compat.Feature) -> None:
         # TRL looks up the peak throughput by the name of the GPU, which a CPU does not have. Remove this once
         # `get_peak_flops_per_device` returns None on a CPU, as for an unknown GPU (upstream/trl/0003).
         _replace(async_grpo_trainer, "get_peak_flops_per_device", cpu.peak_flops)
+
+
+def sync_weights(trainer: Any, started: float) -> Any:
+    """Make a sync in which TRL does not merge adapters into the base."""
+    with adapters.kept_apart(trainer.accelerator.unwrap_model(trainer.model)):
+        return _SYNC(trainer, started)
+
+
+def weights(trainer: Any) -> Any:
+    """What a trainer sends at a sync: merged copies of a model's tensors if it has adapters. Raises
+    `ConfigError` if an adapter cannot be merged exactly."""
+    model = adapters.adapted(trainer.accelerator.unwrap_model(trainer.model), whole=True)
+    return model if isinstance(model, adapters.Merged) else _WEIGHTS(trainer)
 
 
 def play_rollouts(*arguments: Any) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -121,22 +120,13 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         """Load nothing: the weights come from the bucket."""
 
     def weights(self) -> Model:
-        """Return what to publish: the policy, with its buffers and frozen parameters; of a PEFT model, the
-        parameters of the base model, into which adapters are merged during a sync."""
+        """Return what to publish: the policy, with its buffers and frozen parameters."""
         model: torch.nn.Module = self.accelerator.unwrap_model(self.model)
-        return merged_weights(model) if is_peft_model(model) else model
+        return model
 
     def _streaming_iter(self) -> Named:
         self._on_sync(self.weights(), self.model_version + 1)
         yield from ()  # TRL iterates over the result; nothing is left to send
-
-
-def merged_weights(model: Any) -> Named:
-    """Yield the parameters of a PEFT model's base model under their checkpoint names. The values are those of
-    the policy only while the adapters are merged."""
-    for name, tensor in model.get_base_model().named_parameters():
-        if model.prefix not in name and "original_module" not in name:
-            yield name.replace(".base_layer", "").replace("modules_to_save.default.", ""), tensor
 
 
 def live_weights(model: torch.nn.Module) -> Named:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class BucketWeightTransfer:
-    """Publishes TRL's weight syncs as versions of a run.
+    """Publishes TRL's weight syncs as versions of a run. With `peft_config`, versions are merged (see
+    `Publisher.publish`).
 
         transfer = BucketWeightTransfer("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B")
         options = {"weight_transfer": transfer, "callbacks": [transfer.metrics()]}
