@@ -80,7 +80,7 @@ CASES: list[tuple[str, Callable[[str, Path, pytest.MonkeyPatch], object]]] = [  
         lambda u, t, m: (m.setenv(PUBLIC_KEY, new_pair()[PUBLIC_KEY]), publish(f"{u}#new")),
     ),
     (
-        "base_model.model.norm.weight is PEFT's name of a parameter, which no server knows: call",
+        "base_model.model.norm.weight is PEFT's name of a parameter, which …: publish the model itself,",
         lambda u, t, m: publish(f"{u}#new", PEFT.items()),
     ),
     (

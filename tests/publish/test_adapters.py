@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         lambda m: get_peft_model(
             m, peft.IA3Config(target_modules=["q_proj", "up_proj"], feedforward_modules=["up_proj"])
         ),
-        "adapter 'default' is of PEFT's type IA3, .* train with a `LoraConfig` without it",
+        "adapter 'default' is of PEFT's type IA3, .* train an adapter of a plain `LoraConfig`",
     ),
     "prompt": (
         "llama",

@@ -1156,14 +1156,13 @@ def test_parameters_under_names_of_peft_are_refused_with_how_to_merge_them(metho
 
 
 @pytest.mark.parametrize("wrapped", ["lora", "prompt"])
-def test_a_model_of_peft_is_refused_with_how_to_merge_it(wrapped, model, base):
+def test_the_state_of_a_model_of_peft_is_refused_with_what_to_publish(wrapped, model, base):
     configs = {
         "lora": LoraConfig(target_modules=["q_proj"]),
         "prompt": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
     }
     adapted = get_peft_model(model, configs[wrapped])
-    refused(base, adapted, "PEFT", "merge", kind=ConfigError)
-    refused(base, adapted.state_dict(), "PEFT", "merge", kind=ConfigError)
+    refused(base, adapted.state_dict(), "PEFT", "publish(model)", kind=ConfigError)
 
 
 def test_without_transformers_names_count_that_are_the_checkpoints(model, base, monkeypatch, caplog):

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from delta_weight_sync import ConfigError, PublishCallback, Publisher
-from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync import PublishCallback, Publisher
+from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, StepEvent
 from delta_weight_sync.store import open_bucket
@@ -123,15 +124,20 @@ def test_a_resumed_trainer_begins_with_the_weights_of_its_checkpoint(base, url, 
         np.testing.assert_array_equal(held[name], bits)
 
 
-def test_adapters_are_refused_before_anything_is_published(base, url, tmp_path):
-    peft = pytest.importorskip("peft")
-    refused = pytest.raises(ConfigError, match="is PEFT's name of a parameter")
-    with refused, Publisher(url, base) as publisher:
+def test_adapters_are_published_merged(base, url, tmp_path):
+    """An ordinary trainer with a LoRA model; the base is frozen, and its layers alone are adapted."""
+    with Publisher(url, base) as publisher:
         begun = trainer(base, tmp_path / "out", PublishCallback(publisher))
-        begun.model = peft.get_peft_model(begun.model, peft.LoraConfig(target_modules=["q_proj"]))
+        begun.model = get_peft_model(begun.model, LoraConfig(target_modules=["q_proj"]))
         begun.callback_handler.model = begun.model
         begun.train()
-    assert list(open_run(url).versions()) == []
+    newest = open_run(url).manifest()
+    held = open_run(url).checkout(newest, tmp_path / "held")
+    changed = {name for name, bits in read_bits(base) if (held[name] != bits).any()}
+    assert newest.sync == 3
+    assert changed == {name for name in held if "q_proj" in name}
+    for name, tensor in begun.model.merge_and_unload().named_parameters():
+        assert (held[name] != to_bits(tensor)).mean() < 1e-3, name  # PEFT rounds twice
 
 
 @pytest.mark.full

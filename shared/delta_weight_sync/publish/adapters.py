@@ -41,10 +41,7 @@ _CLASSES: Final = {
     "peft.tuners.trainable_tokens": ("TrainableTokensLayer",),
     "peft.utils": ("AuxiliaryTrainingWrapper", "ModulesToSaveWrapper", "TrainableTokensWrapper"),
 }
-_OTHERWISE: Final = (
-    "train with a `LoraConfig` without it, or merge it for good with `model.merge_and_unload()` and train the"
-    " model that this returns"
-)
+_OTHERWISE: Final = "train an adapter of a plain `LoraConfig`, or all weights"
 # Elements that are computed together in float64: on the host, what its caches hold.
 _HOST_ELEMENTS: Final = 1 << 18
 _DEVICE_ELEMENTS: Final = 1 << 24

@@ -228,7 +228,8 @@ class Publisher:
             weights: The model, which also gives its buffers; or `model.named_parameters()`, or another
                 iterable or mapping of names and tensors. The names are those of the model or of the
                 checkpoint. Each call must have the same names. Float tensors are rounded to the dtype that
-                versions hold them in, usually bf16.
+                versions hold them in, usually bf16. A model with PEFT's LoRA adapters is published merged:
+                `W + scale * B @ A`, computed in float64, rounded once. The base is only read.
             step: Number of this sync, stored in the version; by default syncs are counted from 1. It must not
                 fall.
 
@@ -354,7 +355,8 @@ class Publisher:
         with the same weights. If this trainer resumed no state, the first call waits for the upload.
 
         Args:
-            weights: Every tensor that training changes, under the same names as in `publish`.
+            weights: Every tensor that training changes, under the same names as in `publish`. Of a model with
+                PEFT's adapters, a state has the adapters but not the frozen base.
             optimizer: The optimizer; its state, such as moments, is saved.
             extra: Values of your own that JSON can hold, such as the number of samples used.
             final: Save the state even if `state_minutes` have not passed, after the upload of an earlier one.
