@@ -8,7 +8,7 @@ import time
 
 from bench import machine, plots, results
 
-SECTIONS = ("size", "speed", "rival", "joining", "memory", "hub", "demo", "live", "cpu", "dashboard")
+SECTIONS = ("size", "lora", "speed", "rival", "joining", "memory", "hub", "demo", "live", "cpu", "dashboard")
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 

@@ -78,6 +78,33 @@ def sync(results: Results) -> str:
     )
 
 
+def lora(results: Results) -> str:
+    """Bytes of a sync of a LoRA run: merged, and as the adapter that this project does not publish."""
+    head = [
+        "weights",
+        "rate",
+        "r",
+        "changed",
+        "merged, fast",
+        "small",
+        "adapter's delta, fast",
+        "small",
+        "adapter",
+    ]
+    return table(head, [_lora_row(row) for row in results["lora"]["rows"]])
+
+
+def _lora_row(row: dict[str, Any]) -> list[str]:
+    def spread(key: str, factor: float, form: str) -> str:
+        low, high = (format(factor * value, form) for value in row[key])
+        return low if low == high else f"{low} to {high}"
+
+    sizes = [spread(key, 1e-6, ".1f") for key in ("fast", "small", "adapter_fast", "adapter_small")]
+    rate = f"{row['lr']:.0e}".replace("e-0", "e-")
+    changed = f"{spread('changed', 100, '.2f')} %"
+    return [row["model"], rate, str(row["rank"]), changed, *sizes, f"{row['adapter_bytes'] / 1e6:.1f}"]
+
+
 def speed(results: Results) -> str:
     """Publish and receive per encoding, against the original layout's way."""
     section = results["speed"]
@@ -269,6 +296,7 @@ def _rival_row(row: dict[str, Any]) -> list[str]:
 
 TABLES = {
     "machine": machine,
+    "lora": lora,
     "size": size,
     "sync": sync,
     "speed": speed,

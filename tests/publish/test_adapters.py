@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda m: adapt(m, target_modules=[], target_parameters=["q_proj.weight"]),
     ),
     "PiSSA": ("llama", lambda m: adapt(m, init_lora_weights="pissa")),
+    "mixed": ("llama", lambda m: mixed(m)),
     "added by transformers": ("llama", lambda m: added(m)),
     "inside torch.compile": ("llama", lambda m: torch.compile(adapt(m))),
     "inside of a wrapper": ("llama", lambda m: torch.nn.DataParallel(adapt(m))),
@@ -120,6 +121,11 @@ def added(model: Any) -> Any:
     return model
 
 
+def mixed(model: Any) -> Any:
+    settings = {"target_modules": ["q_proj"], "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**settings), mixed=True)
+
+
 def compiled_layers(adapted: Any) -> Any:
     layers = adapted.get_submodule("base_model.model.model.layers")
     layers[0] = torch.compile(layers[0])
@@ -129,7 +135,7 @@ def compiled_layers(adapted: Any) -> Any:
 def exact(adapted: Any) -> dict[str, torch.Tensor]:
     """PEFT's own merge of a copy in float64, rounded to bf16 once."""
     model = copy.deepcopy(adapters.unwrapped(adapted)).double()
-    if isinstance(model, peft.PeftModel):
+    if isinstance(model, peft.PeftModel | peft.PeftMixedModel):
         model = model.merge_and_unload()
     else:
         for module in model.modules():
@@ -163,6 +169,12 @@ def newest(url: str, into: Path) -> Path:
 
 def frozen(adapted: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in adapted.named_parameters() if not p.requires_grad}
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    adapters._peft.cache_clear()
 
 
 @pytest.fixture
@@ -316,6 +328,20 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_published(case, url
     with pytest.raises((ConfigError, CodecError), match=sentence), Publisher(url, base) as publisher:
         publisher.publish(adapted)
     assert open_run(url).newest() is None
+
+
+def test_another_release_of_peft_is_named_but_only_for_a_model_that_has_adapters(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(adapters, "_CLASSES", adapters._CLASSES | {"peft.tuners.lora": ("Gone",)})
+    adapters._peft.cache_clear()
+    model = make("llama")
+    base = save(model, tmp_path / "base")
+    with Publisher(url, base) as publisher:
+        publisher.publish(model)
+        with pytest.raises(
+            ConfigError, match=r"PEFT has no Gone in peft.tuners.lora, .* pip install 'peft>="
+        ):
+            publisher.publish(adapt(model))
+    assert publisher.sync == 1
 
 
 def test_a_refused_model_can_be_published_once_it_is_unmerged(url, tmp_path):

@@ -34,7 +34,7 @@ from delta_weight_sync.publish.sharding import Weights, held_block, is_block, lo
 
 _MERGED_TYPES: Final = ("LORA", "TRAINABLE_TOKENS")
 _CLASSES: Final = {
-    "peft": ("PeftModel",),
+    "peft": ("PeftModel", "PeftMixedModel"),
     "peft.tuners.tuners_utils": ("BaseTunerLayer",),
     "peft.tuners.lora": ("Linear", "Embedding", "ParamWrapper"),
     "peft.tuners.lora.variants": ("DoraLinearVariant", "DoraEmbeddingVariant"),
@@ -131,12 +131,8 @@ def adapted(model: torch.nn.Module, *, whole: bool = False) -> torch.nn.Module |
     Raises:
         ConfigError, CodecError: An adapter cannot be merged exactly. The message names the layer and the fix.
     """
-    if "peft" not in sys.modules:  # then no model has adapters
-        return model
-    peft = _peft()
     inner = unwrapped(model)
-    kinds = peft.BaseTunerLayer, peft.AuxiliaryTrainingWrapper
-    if not isinstance(inner, peft.PeftModel) and not any(isinstance(part, kinds) for part in inner.modules()):
+    if not _has_adapters(inner):
         return model
     for name, config in getattr(inner, "peft_config", {}).items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -145,8 +141,21 @@ def adapted(model: torch.nn.Module, *, whole: bool = False) -> torch.nn.Module |
                 f"adapter {name!r} is of PEFT's type {kind}, which no plain weights express exactly:"
                 f" {_OTHERWISE}"
             )
-    base = inner.get_base_model() if isinstance(inner, peft.PeftModel) else inner
+    is_wrapper = isinstance(inner, _peft().PeftModel | _peft().PeftMixedModel)
+    base = inner.base_model.model if is_wrapper else inner  # transformers adds adapters to its own model
     return Merged(inner, tuple(_once(_walk(base, "", ()))), whole)
+
+
+def _has_adapters(model: Any) -> bool:
+    """Whether a model has anything of PEFT. Where PEFT was not imported, no model has."""
+    names = (
+        ("", "PeftModel"),
+        (".tuners.tuners_utils", "BaseTunerLayer"),
+        (".utils", "AuxiliaryTrainingWrapper"),
+    )
+    found = [getattr(sys.modules.get(f"peft{module}"), name, None) for module, name in names]
+    kinds = tuple(kind for kind in found if kind)
+    return any(isinstance(part, kinds) for part in model.modules())
 
 
 @functools.cache
@@ -168,8 +177,9 @@ def _peft() -> SimpleNamespace:
 @contextlib.contextmanager
 def kept_apart(model: Any) -> Iterator[None]:
     """For a `with` body in which `merge_adapter` and `unmerge_adapter` of a PEFT model do nothing."""
-    has_adapters = "peft" in sys.modules and isinstance(model, _peft().PeftModel)
-    names = ("merge_adapter", "unmerge_adapter") if has_adapters else ()
+    names = [
+        name for name in ("merge_adapter", "unmerge_adapter") if _has_adapters(model) and hasattr(model, name)
+    ]
     for name in names:
         setattr(model, name, lambda *_, **__: None)
     try:
