@@ -132,8 +132,8 @@ def compiled_layers(adapted: Any) -> Any:
     return adapted
 
 
-def exact(adapted: Any) -> dict[str, torch.Tensor]:
-    """PEFT's own merge of a copy in float64, rounded to bf16 once."""
+def exact(adapted: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """PEFT's own merge of a copy in float64, rounded once."""
     model = copy.deepcopy(adapters.unwrapped(adapted)).double()
     if isinstance(model, peft.PeftModel | peft.PeftMixedModel):
         model = model.merge_and_unload()
@@ -143,23 +143,23 @@ def exact(adapted: Any) -> dict[str, torch.Tensor]:
                 module.merge()
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in model.state_dict().items()}
     return {
-        name.replace(".base_layer", ""): rounded(tensor)
+        name.replace(".base_layer", ""): rounded(tensor, dtype)
         for name, tensor in state.items()
         if "lora_" not in name
     }
 
 
-def rounded(values: torch.Tensor) -> torch.Tensor:
-    """The nearest bf16 of each float64. torch rounds to float32 on the way, so look at neighbours, too."""
-    near = values.bfloat16().view(torch.int16)
-    found = torch.stack([near, near - 1, near + 1]).view(torch.bfloat16)
+def rounded(values: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The nearest 16-bit values. torch rounds float64 to float32 on the way, so look at neighbours, too."""
+    near = values.to(dtype).view(torch.int16)
+    found = torch.stack([near, near - 1, near + 1]).view(dtype)
     return found.gather(0, (found.double() - values).abs().nan_to_num(torch.inf).argmin(0, keepdim=True))[0]
 
 
-def different(adapted: Any, folder: Path) -> list[str]:
+def different(adapted: Any, folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """Names of tensors that `from_pretrained` of a version loads with other bits than the exact ones."""
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    return [name for name, tensor in exact(adapted).items() if not same_bits(tensor, loaded[name])]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+    return [name for name, each in exact(adapted, dtype).items() if not same_bits(each, loaded[name])]
 
 
 def newest(url: str, into: Path) -> Path:
@@ -183,7 +183,9 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # in torch.compile itself
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=["bf16", "float32"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_versions_hold_the_exact_sum_rounded_once(case, dtype, url, tmp_path):
     name, make_adapters = CASES[case]
@@ -200,6 +202,23 @@ def test_versions_hold_the_exact_sum_rounded_once(case, dtype, url, tmp_path):
         publisher.flush()
         assert publisher.digest(adapted) == publisher.flush().digest
     assert different(adapted, newest(url, tmp_path / "followed")) == []
+    after = dict(adapted.named_parameters())
+    assert all(same_bits(tensor, after[name].detach()) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype"),
+    [(torch.float16, torch.float16), (torch.float16, torch.float32), (None, torch.float64)],
+)
+def test_other_dtypes_are_rounded_once_to_that_of_the_version(saved, dtype, url, tmp_path):
+    base = save(make("llama", saved or torch.bfloat16), tmp_path / "base")
+    adapted = adapt(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype))
+    before = frozen(adapted)
+    with Publisher(url, base) as publisher:
+        publisher.publish(adapted)
+        move(adapted, 2)
+        publisher.publish(adapted)
+    assert different(adapted, newest(url, tmp_path / "followed"), saved or torch.bfloat16) == []
     after = dict(adapted.named_parameters())
     assert all(same_bits(tensor, after[name].detach()) for name, tensor in before.items())
 

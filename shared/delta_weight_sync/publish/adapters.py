@@ -108,7 +108,7 @@ class Merged:
 
     def trained(self) -> Weights:
         """Yield what a state must hold: adapters, and all else that training may change, as it is."""
-        frozen = {id(piece.tensor) for piece in self.pieces if not _may_change(piece.tensor)}
+        frozen = {id(piece.tensor) for piece in self.pieces if not piece.tensor.requires_grad}
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in frozen:
                 require_readable(name, parameter)
@@ -155,7 +155,7 @@ def _has_adapters(model: Any) -> bool:
     )
     found = [getattr(sys.modules.get(f"peft{module}"), name, None) for module, name in names]
     kinds = tuple(kind for kind in found if kind)
-    return any(isinstance(part, kinds) for part in model.modules())
+    return bool(kinds) and any(isinstance(part, kinds) for part in model.modules())
 
 
 @functools.cache
@@ -177,9 +177,8 @@ def _peft() -> SimpleNamespace:
 @contextlib.contextmanager
 def kept_apart(model: Any) -> Iterator[None]:
     """For a `with` body in which `merge_adapter` and `unmerge_adapter` of a PEFT model do nothing."""
-    names = [
-        name for name in ("merge_adapter", "unmerge_adapter") if _has_adapters(model) and hasattr(model, name)
-    ]
+    found = ("merge_adapter", "unmerge_adapter") if _has_adapters(model) else ()
+    names = [name for name in found if hasattr(model, name)]
     for name in names:
         setattr(model, name, lambda *_, **__: None)
     try:
@@ -249,7 +248,7 @@ def _require_enabled(layer: Any, path: str) -> None:
     if layer.disable_adapters:
         raise ConfigError(
             f"the adapters of {plain_name(path)} are disabled: publish outside of"
-            " `with model.disable_adapter()`, or call `enable_adapters()` first"
+            " `with model.disable_adapter()`, or call `model.enable_adapter_layers()` first"
         )
 
 
@@ -344,7 +343,7 @@ def _merge(piece: Piece, wanted: str | None) -> torch.Tensor:
     for number in range(len(stack)):
         parts = [_part(term, block, number) for term in terms]
         for rows in _slices(stack[number], whole=terms[0].magnitude is not None):
-            exact = stack[number, rows].double()
+            exact = stack[number, rows].to(torch.float64, copy=True)
             for left, right in parts:
                 exact.addmm_(left[rows], right)
             if (magnitude := terms[0].magnitude) is not None:
@@ -378,7 +377,7 @@ def _term(piece: Piece, layer: Any, adapter: str) -> Term:
 
     def read(tensor: torch.Tensor) -> torch.Tensor:
         require_readable(f"{plain_name(piece.name)}'s adapter", tensor)
-        return _whole(tensor.detach()).double()
+        return _whole(tensor.detach()).to(piece.tensor.device, torch.float64)
 
     scale = float(layer.scaling[adapter])
     if piece.key == "bias" and not hasattr(layer, "parameter_name"):
@@ -402,6 +401,11 @@ def _term(piece: Piece, layer: Any, adapter: str) -> Term:
     magnitude = None
     if adapter in layer.lora_magnitude_vector:
         magnitude = read(layer.lora_magnitude_vector[adapter].weight)
+    if (found := (*left.shape[:-1], right.shape[-1])) != tuple(piece.tensor.shape):
+        raise ConfigError(
+            f"{plain_name(piece.name)} has shape {tuple(piece.tensor.shape)}, but adapter {adapter!r} adds"
+            f" {found}: publish from a model that is not split by tensor parallelism"
+        )
     return Term(scale * left, right, magnitude, outputs=1 if flipped else 0)
 
 
@@ -453,10 +457,6 @@ def _wanted(piece: Piece, plan: Plan | None) -> str | None:
     else:
         found = {target.dtype for target in plan.targets(name, piece.tensor)}
     return found.pop() if len(found) == 1 else None
-
-
-def _may_change(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
 
 
 def _joined(path: str, key: str) -> str:
