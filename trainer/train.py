@@ -103,6 +103,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
                 state_minutes=settings.state_minutes,
                 peers=peers,
                 on_version=pokes.send,
+                fresh=settings.fresh,
             )
         )
         progress = resume.find_progress(publisher, fresh=settings.fresh)

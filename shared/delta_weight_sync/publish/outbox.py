@@ -138,6 +138,7 @@ class Outbox:
         self._shards = Shards(mirror, finite=finite)
         self.digest = ""  # of all tensors at the newest sync
         self.repeated = RepeatedSyncs({})  # syncs to hold back, because the bucket has them
+        self.refused = ""  # the digest of version 0, if the first sync must not go back to it
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # of the tensors that every sync must hand over
         self._files: dict[str, list[str]] = {}  # each checkpoint file of this rank -> its tensors
@@ -210,6 +211,20 @@ class Outbox:
         if self.shapes[name] != tuple(shape):
             raise errors.CodecError(
                 f"{name}: shape changed from {self.shapes[name]} to {tuple(shape)}; start a new run for it"
+            )
+
+    def _require_not_refused(self) -> None:
+        """Raise `ConfigError` for the weights of version 0 in a run that is ahead. All ranks know the same
+        digests, so all of them raise it."""
+        newest = self._writer.newest
+        if newest and self.digest == self.refused != newest.digest:
+            place = f"{self._writer.bucket.url}#{self._writer.keys.run}"
+            raise errors.ConfigError(
+                f"{place} has versions up to {newest.version}, but this trainer starts with the weights of"
+                " version 0, which replicas would take for new ones: resume from the trainer's own checkpoint"
+                " (`train(resume_from_checkpoint=True)`), load the newest version as the model"
+                f" (`delta-weight-sync checkout {place} --out FOLDER`), choose another run name, or set"
+                " fresh=True to start this run again"
             )
 
     def flush(self, timeout_s: float = 600.0) -> Manifest:
@@ -367,6 +382,8 @@ class Outbox:
             # is held, so that the background thread does not take `last` meanwhile.
             answers = self._peers.exchange((self.mirror.digest, merges, sync))
             self.digest = to_hex(sum(digest for digest, *_ in answers))
+            if first:
+                self._require_not_refused()
             _, merges, sync = answers[0]
             own_digest = to_hex(self.mirror.digest)
             new = PendingUpdate(patches, self.digest, own_digest, sync, created_at, diff_s)
@@ -409,6 +426,7 @@ class Outbox:
             self._spread(())  # all ranks must call this, to receive what rank 0 sends
         self._lay_out()
         self.digest = to_hex(sum(self._peers.exchange(self.mirror.digest)))
+        self._require_not_refused()
         own = to_hex(self.mirror.digest)
         base = PendingUpdate([], self.digest, own, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1

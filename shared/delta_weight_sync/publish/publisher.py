@@ -1,6 +1,7 @@
 """Publishes the weights of a training loop, of one process or several, as versions in a bucket."""
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
@@ -31,7 +32,7 @@ from delta_weight_sync.publish.states import FoundState, StateRecord, StateSaver
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
-from delta_weight_sync.records import Manifest
+from delta_weight_sync.records import Manifest, RunInfo, parse
 from delta_weight_sync.runlog import METRICS, RunLogWriter, StepEvent, finite
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import SIGNING_KEY, writer_keys
@@ -42,6 +43,7 @@ __all__ = ["Publisher", "checkpoint_weights"]
 DEFAULT_RUN = "main"
 Model = torch.nn.Module | Merged | Weights | Mapping[str, torch.Tensor]
 _TIMEOUT_S = 600.0
+_LOOK_BACK = 100  # how many versions are read to log which of them a trainer starts with
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -58,7 +60,9 @@ class Publisher:
     its share of the tensors; a version exists when rank 0, the main rank, has written HEAD. An error on one
     rank is raised on that rank, and as a `PeerError` on all other ranks.
 
-    Opening the run fences off any other writer. An existing run continues from its newest version.
+    Opening the run fences off any other writer. An existing run continues from its newest version. If a
+    trainer resumes no state and starts with the weights of version 0, its first `publish` raises an error,
+    because replicas would take the untrained weights for new ones.
 
     Args:
         url: URL of the bucket, then `#` and the run's name ("main" by default). A missing bucket is created.
@@ -76,6 +80,7 @@ class Publisher:
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
             default the key in DELTA_WEIGHT_SYNC_SIGNING_KEY, if that is set.
         on_version: Called on the main rank with the manifest of each published version.
+        fresh: Let an existing run start again with the weights of version 0.
         peers: The ranks that publish together, by default all.
 
     Attributes:
@@ -104,6 +109,7 @@ class Publisher:
         state_minutes: float = 5.0,
         signing_key: str | Path | None = None,
         on_version: Callable[[Manifest], object] | None = None,
+        fresh: bool = False,
         peers: Peers | None = None,
     ) -> None:
         self.sync = 0
@@ -114,7 +120,7 @@ class Publisher:
         self._begun = False  # whether `publish` was called
         self._closed = False
         self._has_version = False  # whether the run has a version, or will have one; the same on all ranks
-        self._continued = 0  # the newest version when the run was opened
+        self._fresh = fresh
         self._found: FoundState | None = None
         self._start: Base | None = None  # only on the main rank
         self._assets: Path | None = None  # folder with the small files of `_start`
@@ -139,7 +145,8 @@ class Publisher:
             stack.push(self._resources.pop_all())
             # Rank 0 sends all ranks its identity as a writer, and the newest manifest.
             opened = self._peers.exchange(self._writer and (self._writer.writer, self._writer.newest))[0]
-            self._has_version = opened[1] is not None
+            self._continued: Manifest | None = opened[1]
+            self._has_version = self._continued is not None
             if not self._writer:
                 (place, run) = split_run(url)
                 (_, trusted) = writer_keys(signing_key)
@@ -230,34 +237,39 @@ class Publisher:
                 checkpoint. Each call must have the same names. Float tensors are rounded to the dtype that
                 versions hold them in, usually bf16. A model with PEFT's LoRA adapters is published merged:
                 `W + scale * B @ A`, computed in float64, rounded once. The base is only read.
-            step: Number of this sync, stored in the version; by default syncs are counted from 1. It must not
-                fall.
+            step: Number of this sync, stored in the version; by default the next one after the run's newest
+                sync or the resumed state, and 1 in a new run. It must not fall.
 
         Raises:
-            ConfigError: This publisher is closed, `weights` are no named tensors, or `step` falls.
+            ConfigError: This publisher is closed, `weights` are no named tensors, or `step` falls. Or this
+                is the first call for a run with later versions, and the weights are those of version 0.
             CheckpointError, CodecError: A tensor cannot be published exactly. The message names
                 it and the fix.
             FencedError, AccessDeniedError: Another trainer took over, or the store denied access, in this
                 call or in the background.
         """
         self._require_open()
+        # The version after which a trainer that resumed no state publishes its first weights.
+        earlier = None if self._begun or self.resumed_from else self._continued
         with self._peers.fail_together():
             weights = arguments.named(weights)
             newest = self.sync if self._peers.main else 0  # only the main rank's steps count
-            self.sync = self.sync + 1 if step is None else arguments.whole_step(step, newest)
+            last = earlier.sync if earlier else self.sync
+            sync = last + 1 if step is None else arguments.whole_step(step, newest)
+        if earlier and earlier.version > 0 and not self._fresh:
+            with self._peers.fail_together():
+                untrained = self._untrained_digest() if self._peers.main else ""
+            self._outbox.refused = self._peers.exchange(untrained)[0]
+        self.sync = sync
         self._has_version = True
         first = not self._begun
         self._begun = True
-        if first and self._continued and self.resumed_from is None:
-            _log.warning(
-                "run %r has versions up to %d, but this trainer resumed no state: the next version holds the"
-                " weights with which this trainer starts; for a separate run, choose another name",
-                *(self.reader.keys.run, self._continued),
-            )
         plan = self._planned(weights)
         parts = gathered(self._named(weights, plan), plan, self._outbox.owns, first=first)
         with self._peers.fail_together(parts):
             self._outbox.publish(parts, self.sync, first=first)
+        if earlier and earlier.version > 0 and self._peers.main:
+            self._log_start(earlier)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write metrics of the training loop into the run's log, for the dashboard.
@@ -541,6 +553,45 @@ class Publisher:
             )
         self._rounding_known = True
 
+    def _untrained_digest(self) -> str:
+        """The digest of version 0, on the main rank; "" if neither the run nor its base tells it."""
+        with contextlib.suppress(errors.ProtocolError):
+            return self.reader.manifest(0).digest
+        # Its manifest was deleted. `base` is as good if the run began with it: not if it is a later checkout.
+        specs = self._outbox.specs
+        with contextlib.suppress(errors.ProtocolError, errors.ObjectMissingError, errors.CheckpointError):
+            key = self.reader.keys.info
+            info = parse(RunInfo, self.reader.bucket.get(key), key)
+            stored = self._start.checkpoint if self._start and self._start.name == info.model else None
+            if stored and specs and specs.keys() <= stored.specs.keys():
+                words = ((name, stored.read(name, spec.dtype)) for name, spec in specs.items())
+                return to_hex(sum(itertools.starmap(tensor_digest, words)))
+        return ""
+
+    def _log_start(self, newest: Manifest) -> None:
+        """Log which version has the weights with which this trainer starts; `newest` came before them."""
+        run = self.reader.keys.run
+        manifest: Manifest | None = newest
+        with contextlib.suppress(errors.DeltaWeightSyncError):  # a log line must not stop the training
+            for _ in range(_LOOK_BACK):
+                if manifest is None or manifest.digest == self._outbox.digest:
+                    break
+                manifest = self.reader.parent(manifest)
+        if self._outbox.digest == newest.digest:
+            _log.info("run %r continues from version %d", run, newest.version)
+        elif manifest and manifest.digest == self._outbox.digest:
+            _log.warning(
+                "run %r goes back from version %d (sync %d) to the weights of version %d (sync %d), with"
+                " which this trainer starts: the next version holds them",
+                *(run, newest.version, newest.sync, manifest.version, manifest.sync),
+            )
+        else:
+            _log.warning(
+                "run %r has versions up to %d, but this trainer resumed no state: the next version holds the"
+                " weights with which this trainer starts; for a separate run, choose another name",
+                *(run, newest.version),
+            )
+
     def _whole(self, weights: Model, plan: Plan) -> Iterator[Held]:
         for name, tensor in self._named(weights, plan):
             if isinstance(tensor, DTensor):
@@ -585,7 +636,6 @@ class Publisher:
                 )
             if newest is None and start:
                 _ = start.checkpoint  # raises if the weights cannot be read, before anything is written
-            self._continued = newest.version if newest else 0
             self._start = start
             self._assets = assets if start else None
             model = start.name if start else ""

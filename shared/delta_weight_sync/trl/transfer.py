@@ -41,7 +41,7 @@ class BucketWeightTransfer:
     Args:
         url: As for `Publisher`.
         base: As for `Publisher`.
-        encoding, mirror, keep, allow_nonfinite, trust_remote_code, signing_key, on_version: As for
+        encoding, mirror, keep, allow_nonfinite, trust_remote_code, signing_key, on_version, fresh: As for
             `Publisher`.
 
     Raises:
@@ -61,6 +61,7 @@ class BucketWeightTransfer:
         trust_remote_code: bool = False,
         signing_key: str | Path | None = None,
         on_version: Callable[[Manifest], object] | None = None,
+        fresh: bool = False,
     ) -> None:
         hooks.TRANSFER.require()  # before TRL's modules are imported, which have moved in 1.18
         from delta_weight_sync.trl import patches
@@ -86,10 +87,10 @@ class BucketWeightTransfer:
             trust_remote_code=trust_remote_code,
             signing_key=signing_key,
             on_version=on_version,
+            fresh=fresh,
         )
         self._url = url
         self._publisher: Publisher | None = None
-        self._syncs = 0
 
     def __repr__(self) -> str:
         return f"<BucketWeightTransfer to {self._url}: {self._publisher or 'not open yet'}>"
@@ -122,8 +123,7 @@ class BucketWeightTransfer:
         if self._publisher is None:  # in a second `train()` of a trainer, TRL does not open the run again
             self.init_weight_transfer()
         assert self._publisher is not None
-        self._syncs += 1
-        self._publisher.publish(iterator, self._syncs)
+        self._publisher.publish(iterator)
 
     def resume(self) -> None:
         """Do nothing, because replicas commit by themselves."""
