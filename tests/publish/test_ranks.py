@@ -15,7 +15,7 @@ from delta_weight_sync import Publisher, codec
 from delta_weight_sync.checkout import follow
 from delta_weight_sync.checkpoint import INDEX, map_folder, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.errors import PeerError, ProtocolError
+from delta_weight_sync.errors import ConfigError, PeerError, ProtocolError
 from delta_weight_sync.publish import mirror, outbox, shortcuts
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
@@ -184,6 +184,24 @@ def live(rank: int, folder: Path, begin: int, fault: str, victim: int) -> None:
     except PeerError:
         return
     assert not fault, "a rank has died, and nobody noticed"
+
+
+def begin_again(rank: int, folder: Path) -> None:
+    """Start from the base; every rank must raise the same."""
+    with (
+        pytest.raises(ConfigError, match="starts with the weights of version 0"),
+        publisher(folder) as starting,
+    ):
+        starting.publish(weights(0).items())
+
+
+@pytest.mark.full
+def test_every_rank_refuses_to_begin_again_with_the_base(tmp_path):
+    assert start(live, 3, tmp_path, 0, "", -1) == [0] * 3
+    newest = reader_of(tmp_path).newest()
+    for size in (2, 1):
+        assert start(begin_again, size, tmp_path) == [0] * size
+    assert reader_of(tmp_path).newest() == newest
 
 
 ONLY_MAIN = {"manifest", "head", "collect"}
