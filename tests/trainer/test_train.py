@@ -115,6 +115,17 @@ def test_training_ends_with_its_time_and_resumes_without_that_limit(buckets):
 
 
 @pytest.mark.live
+def test_fresh_starts_a_run_again_from_the_model(buckets, base, tmp_path, monkeypatch):
+    bucket = shutil.copytree(base.parent / "timed", tmp_path / "timed")
+    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)
+    live(base.parent, bucket.as_uri(), 1, fresh=True)
+    run = open_run(bucket.as_uri())
+    again = run.manifest(4)
+    assert (again.sync, again.digest) == (1, run.manifest(0).digest)
+    assert run.manifest().sync == 2
+
+
+@pytest.mark.live
 @pytest.mark.parametrize("fresh", [True, False])
 def test_another_model_than_the_runs_is_refused_at_once(buckets, base, tmp_path, monkeypatch, fresh):
     shutil.copytree(base, tmp_path / "base")

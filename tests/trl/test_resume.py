@@ -30,39 +30,40 @@ pytestmark = [
 ]
 
 
-class Kill(TrainerCallback):
-    """Kills the trainer once the version of a step is in the bucket."""
+class Paced(TrainerCallback):
+    """Waits before each step until the sync before is in the bucket, so that each sync is a version."""
 
-    def __init__(self, transfer: BucketWeightTransfer) -> None:
+    def __init__(self, transfer: BucketWeightTransfer, dies: bool) -> None:
         self._transfer = transfer
+        self._dies = dies
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if state.global_step == KILLED:
-            self._transfer._publisher.flush()
+        self._transfer._publisher.flush()
+        if self._dies and state.global_step == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def script(model: Path, url: str, out: Path, steps: int, **options: Any) -> tuple[AsyncGRPOTrainer, Kill]:
-    """The trainer of a script; the same line for each start."""
+def script(
+    model: Path, url: str, out: Path, steps: int, dies: bool = False, **options: Any
+) -> AsyncGRPOTrainer:
+    """The trainer of a script."""
     settings = {"per_device_train_batch_size": BATCH, "learning_rate": 1e-3, "max_staleness": 100}
     saving = {"save_strategy": "steps", "save_steps": SAVED}
     transfer = BucketWeightTransfer(url, base=model, **options)
-    trainer = AsyncGRPOTrainer(
+    return AsyncGRPOTrainer(
         str(model),
         args=cpu_config(out, max_steps=steps, **settings, **saving),
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "?"}]]}),
         reward_funcs=[],
         rollout_worker=Recorded(steps, None),
         weight_transfer=transfer,
+        callbacks=[Paced(transfer, dies)],
     )
-    return trainer, Kill(transfer)
 
 
 def first_life(model: Path, url: str, out: Path) -> None:
     torch.set_num_threads(1)
-    trainer, kill = script(model, url, out, steps=100)
-    trainer.add_callback(kill)
-    trainer.train()
+    script(model, url, out, steps=KILLED + 2, dies=True).train()
 
 
 @pytest.fixture(scope="module")
@@ -102,20 +103,20 @@ def require_followed(trainer: AsyncGRPOTrainer, place: Path) -> None:
 
 
 def test_a_script_that_starts_again_from_the_base_is_refused(place):
-    trainer, _ = script(place / "base", url_of(place), place / "out", steps=KILLED + 2)
+    trainer = script(place / "base", url_of(place), place / "out", steps=KILLED + 2)
     with pytest.raises(
         ConfigError, match=r"versions up to 4, .*weights of version 0.*resume_from_checkpoint"
     ):
         trainer.train()
     assert len(syncs(place)) == KILLED + 1
-    trainer, _ = script(place / "base", url_of(place), place / "again", steps=1, fresh=True)
+    trainer = script(place / "base", url_of(place), place / "again", steps=1, fresh=True)
     trainer.train()
     assert syncs(place)[KILLED + 1 :] == [KILLED + 2, KILLED + 3]
     require_followed(trainer, place)
 
 
 def test_a_script_continues_from_trls_checkpoint_though_the_run_is_ahead(place, caplog):
-    trainer, _ = script(place / "base", url_of(place), place / "out", steps=KILLED + 2)
+    trainer = script(place / "base", url_of(place), place / "out", steps=KILLED + 2)
     trainer.train(resume_from_checkpoint=True)
     assert "goes back from version 4 (sync 5) to the weights of version 3 (sync 4)" in caplog.text
     reader = open_run(url_of(place))
@@ -128,7 +129,7 @@ def test_a_script_continues_from_trls_checkpoint_though_the_run_is_ahead(place, 
 
 def test_a_script_continues_with_a_checkout_as_its_model(place, caplog):
     Run(url_of(place)).checkout(place / "newest")
-    trainer, _ = script(place / "newest", url_of(place), place / "again", steps=1)
+    trainer = script(place / "newest", url_of(place), place / "again", steps=1)
     trainer.train()
     assert "goes back" not in caplog.text
     assert "resumed no state" not in caplog.text

@@ -222,7 +222,7 @@ def find_state(reader: RunReader, outbox: Outbox, peers: Peers, folder: Scratch)
         if newest and newest.version > 0:
             raise StateError(
                 f"run {reader.keys.run!r} has versions up to {newest.version}, but no state to resume from:"
-                " to start again from the base, do not resume (call no `restore`; `trainer.train` has"
+                " to start again from the base, call no `restore` and set fresh=True (`trainer.train` has"
                 " --fresh), or choose another run name"
             )
     if newest := peers.exchange(newest)[0]:  # version 0: the first sync repeats it if the base is the same
