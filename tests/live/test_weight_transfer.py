@@ -107,14 +107,14 @@ def _says_why_it_refuses(server: Server, second: Server, url: str, policy: Path)
 
     def engine(run: str):
         return WeightTransferTrainerFactory.trainer_init(
-            DeltaTrainerInitInfo(run, base=policy, rank=0, timeout_s=60.0),
+            DeltaTrainerInitInfo(run, base=policy, rank=0, timeout_s=60.0, options={"fresh": True}),
             client=client((server.url, second.url)),
             source=ModuleSource(model),
         )
 
     with pytest.raises(EngineError, match=r"this vLLM follows file://.*#rl, not file://.*#other"):
         engine(url.replace("#rl", "#other"))
-    again = engine(url)  # the trainer was started again
+    again = engine(url)  # the trainer was started again, from the base
     again.send_weights(UPDATES + 1)
     assert server.status()["status"]["digest"] == open_run(url).manifest().digest
     # vLLM's own examples pause the server around an update. It stays paused until they resume it.

@@ -64,9 +64,9 @@ def policy(tmp_path: Path):
     return AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "base"
 
 
-def trainer(url: str, policy, client, source=None, rank: int = 0):
+def trainer(url: str, policy, client, source=None, rank: int = 0, **options):
     model, base = policy
-    info = DeltaTrainerInitInfo(url, base=base, timeout_s=5.0, rank=rank)
+    info = DeltaTrainerInitInfo(url, base=base, timeout_s=5.0, rank=rank, options=options)
     return WeightTransferTrainerFactory.trainer_init(
         info, client=client, source=source or ModuleSource(model)
     )
@@ -98,6 +98,26 @@ def test_a_trainer_names_its_run_then_each_version(policy, tmp_path):
         (("start_weight_update",), ("update_weights", each), ("finish_weight_update",)) for each in wanted
     ]
     assert client.asked == [("init_weight_transfer_engine", {"run": url}), *rounds[0], *rounds[1]]
+
+
+def test_no_server_is_told_to_go_back_to_the_base_by_mistake(policy, tmp_path):
+    model, base = policy
+    url = f"{(tmp_path / 'bucket').as_uri()}#again"
+    first = trainer(url, policy, Calls())
+    first.send_weights()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    first.send_weights()
+    first.shutdown()
+    restarted = type(model).from_pretrained(base), base
+    client = Calls()
+    with pytest.raises(ConfigError, match="starts with the weights of version 0"):
+        trainer(url, restarted, client).send_weights()
+    assert [name for name, *_ in client.asked] == ["init_weight_transfer_engine"]
+    meant = trainer(url, restarted, client, fresh=True)
+    meant.send_weights()
+    meant.shutdown()
+    assert [(m.version, m.sync) for m in open_run(url).versions()] == [(2, 3), (1, 2), (0, 1)]
 
 
 def test_other_ranks_only_gather(policy, tmp_path):

@@ -34,6 +34,9 @@ class BucketWeightTransfer:
     replica commits by itself once it has the delta, between two steps of vLLM. (If its release of vLLM cannot
     do that, the replica pauses vLLM.) The run opens when training begins, on TRL's main process only.
 
+    To continue a run, call `train(resume_from_checkpoint=True)`, or load the run's newest version as the
+    model. A script that starts from the base again raises a `ConfigError` at its first sync.
+
     TRL's settings of sampling must be those that its loss computes: any temperature, without top_p, top_k,
     min_p and penalties. Other settings raise a `ConfigError` when TRL's trainer is made. With a temperature
     other than 1, vLLM needs `--logprobs-mode processed_logprobs`; this is asked before the first rollout.
