@@ -183,23 +183,6 @@ def joining(results: Results) -> str:
     return table(head, [[name, size_text(size), f"{size / least:.2f}"] for name, size in rows])
 
 
-def background(results: Results) -> str:
-    """What the publisher's threads spend, and what the run above stored."""
-    join = results["joining"]["join"]
-    measured = results["joining"]["background"]
-    spent = measured["cpu_s"]
-    share = f"{measured['weights'] / 1e6:.0f} M weights, {measured['share']:.2%} changed"
-    rows = [
-        [f"CPU per version, {share}: deltas alone", f"{1e3 * spent['without']:.1f} ms"],
-        ["the same with jumps and anchors", f"{1e3 * spent['with']:.1f} ms"],
-    ]
-    rows += [
-        [f"stored by the run that was joined: {kind}", size_text(size)]
-        for kind, size in join["stored"].items()
-    ]
-    return table(["publisher's background", ""], rows)
-
-
 def live(results: Results) -> str:
     """The replica: commits, pauses, throughput, memory."""
     section = results["live"]
@@ -303,7 +286,6 @@ TABLES = {
     "rival": rival,
     "parts": parts,
     "joining": joining,
-    "background": background,
     "memory": memory,
     "hub": hub,
     "live": live,
