@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(finished, tmp_path):
     (tmp_path / "file").touch()
     result = command("checkout", finished[0], "--out", tmp_path / "file" / "model")
     assert result.code == 1
-    assert f"cannot use {tmp_path}/file/model: Not a directory" in result.complaint
+    assert f"{tmp_path}/file/model is a file, or lies in one: name a folder" in result.complaint
     assert len(result.complaint.splitlines()) == 1
 
 
