@@ -102,6 +102,22 @@ def _derived(probe: Probe) -> None:
     probe.exactly("vllm.model_executor.model_loader.utils", finish, "model", "model_config", "target_device")
 
 
+def _quantized(probe: Probe) -> None:
+    """`quantized` builds a second model object, and quantizes its layers again by vLLM's own methods."""
+    loader = "vllm.model_executor.model_loader"
+    probe.accepts(f"{loader}.utils", "initialize_model", "vllm_config")
+    probe.find("vllm.config", "set_current_vllm_config")
+    probe.find("vllm.utils.torch_utils", "set_default_torch_dtype")
+    probe.find("vllm.utils.torch_utils", "get_accelerator_view_from_cpu_tensor")
+    # The layers that are quantized while they load, and the wrapper of their loaders that does it.
+    method = f"{_LAYERS}.quantization.base_config", "QuantizeMethodBase"
+    probe.attributes(*method, "uses_meta_device")
+    probe.exactly(method[0], f"{method[1]}.process_weights_after_loading", "self", "layer")
+    probe.find(f"{loader}.reload.layerwise", "initialize_online_processing")
+    # What a second model object would otherwise register in the first one's configuration.
+    probe.attributes("vllm.config", "CompilationConfig", "static_forward_context", "static_all_moe_layers")
+
+
 def _cpu(probe: Probe) -> None:
     """`cpu` keeps vLLM from packing weights, because vLLM would then ignore changes. (So would vllm/0005.)"""
     probe.exactly(f"{_LAYERS}.utils", "dispatch_cpu_unquantized_gemm", "layer", "remove_weight")
@@ -178,6 +194,13 @@ DERIVED = Feature(
     _derived,
     without="a model that keeps any floating-point tensor besides its parameters is refused",
 )
+QUANTIZED = Feature(
+    VLLM,
+    "models that vLLM quantizes while it loads",
+    _quantized,
+    without="a replica with --quantization is refused",
+    since="0.32",
+)
 CPU = Feature(VLLM, "live weights on a CPU", _cpu, upstream="vllm/0005", only_cpu=True)
 CPU_EXPERTS = Feature(
     VLLM,
@@ -228,6 +251,7 @@ FEATURES: tuple[Feature, ...] = (
     TRANSFER,
     ENGINES,
     DERIVED,
+    QUANTIZED,
     CPU,
     CPU_EXPERTS,
     CPU_CONVOLUTIONS,

@@ -16,7 +16,7 @@ a tensor outside the parameters counts as derived unless loading fills it or `_N
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, ModuleType
@@ -45,7 +45,8 @@ _DEPTH = 4  # objects between module and tensor; module.quant_method.moe_kernel.
 _OPAQUE = (torch.nn.Module, torch.Tensor, type, ModuleType, FunctionType, str, bytes, int, float)
 _CHUNK = 1 << 22  # elements hashed at a time on a device; int64 temporaries take 100 MB
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # as an int64: multiplying by it mixes the bits of a position
-_COMPILERS = ("torch", "vllm.compilation")  # not searched: hold a captured graph's inputs and outputs
+# Not searched: a captured graph's inputs and outputs, and vLLM's configuration, which has no tensors.
+_SKIPPED = ("torch", "vllm.compilation", "vllm.config")
 
 Names = tuple[str, ...]
 Shapes = Mapping[str, Sequence[int]]
@@ -116,9 +117,14 @@ def storage_of(tensor: torch.Tensor) -> int:
 # 1. Record what the loader copies.
 
 
-def record(model: torch.nn.Module, shapes: Shapes, dtypes: Dtypes) -> "Recorder":
+def record(
+    model: torch.nn.Module,
+    shapes: Shapes,
+    dtypes: Dtypes,
+    problem_of: Callable[[set[int]], str] | None = None,
+) -> "Recorder":
     """Let the model load a probe for each tensor in `shapes`. Nothing is written. Raises `RouteError` if the
-    model computes with data that deltas would not update."""
+    model computes with data that deltas would not update. `problem_of`: see `learn`."""
     recorder = Recorder(model, shapes, dtypes)
     failed = dict[str, str]()
     if recorder.load(shapes):  # it failed: load the probes one by one, to find the cause
@@ -140,7 +146,8 @@ def record(model: torch.nn.Module, shapes: Shapes, dtypes: Dtypes) -> "Recorder"
                 f"{name}: no weight of the run fills this parameter of vLLM's model: start vLLM with the"
                 " run's own model, which `delta-weight-sync checkout` writes"
             )
-    if problem := stale(model, recorder.reached):
+    problem = problem_of(recorder.reached) if problem_of else stale(model, recorder.reached)
+    if problem:
         raise RouteError(problem)
     return recorder
 
@@ -350,10 +357,19 @@ class Learned(NamedTuple):
     sources: Sources
 
 
-def learn(model: torch.nn.Module, shapes: Shapes, dtypes: Dtypes | None = None) -> Learned:
+def learn(
+    model: torch.nn.Module,
+    shapes: Shapes,
+    dtypes: Dtypes | None = None,
+    problem_of: Callable[[set[int]], str] | None = None,
+) -> Learned:
     """Learn the routes of the tensors in `shapes`. Nothing is written. Raises `RouteError` for a model that
-    deltas cannot update."""
-    recorder = record(model, shapes, dtypes or {})
+    deltas cannot update.
+
+    `problem_of`: Gets the storages that loading fills, and names a tensor that deltas would leave stale, as
+        `stale` does. `stale(model, ...)` if it is None.
+    """
+    recorder = record(model, shapes, dtypes or {}, problem_of)
     routes = dict[str, Route]()
     sources: Sources = {**recorder.unroutable}
     for name, shape in shapes.items():
@@ -421,8 +437,8 @@ Fingerprint = tuple[torch.Size, int]
 
 # What a model held before loading, by path. The tensors are kept, so that their ids are not used again.
 _before: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[torch.Tensor, Fingerprint]]] = WeakKeyDictionary()
-# The name of a parameter that vLLM changed after loading, or "".
-_changed: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+# The names of the parameters that vLLM changed after loading.
+_changed: WeakKeyDictionary[torch.nn.Module, list[str]] = WeakKeyDictionary()
 
 
 def install() -> None:
@@ -438,33 +454,34 @@ def watch_build(build: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any
     """Call `build`, which returns a model without weights, and record what the model holds."""
     model = build(*args, **kwargs)
     parameters = {storage_of(parameter) for parameter in model.parameters()}
-    held = {path: tensor for path, tensor in floating(model) if storage_of(tensor) not in parameters}
-    _before[model] = {path: (tensor, fingerprint(tensor)) for path, tensor in held.items()}
+    kept = {path: tensor for path, tensor in floating(model) if storage_of(tensor) not in parameters}
+    _before[model] = {path: (tensor, fingerprint(tensor)) for path, tensor in kept.items()}
     return model
 
 
 def watch_finish(finish: Callable[..., None], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Call `finish`, which may change loaded parameters, and record whether it does."""
+    """Call `finish`, which may change loaded parameters, and record which it changes."""
     before = _parameters(model)
     finish(model, *args, **kwargs)
     after = _parameters(model)
-    _changed[model] = next((name for name, bits in before.items() if after.get(name) != bits), "")
+    _changed[model] = [name for name, bits in before.items() if after.get(name) != bits]
 
 
-def stale(model: torch.nn.Module, filled: set[int]) -> str:
+def stale(model: torch.nn.Module, filled: set[int], apart: Container[str] = ()) -> str:
     """A sentence that names a tensor which deltas would leave stale; "" if there is none.
 
-    `filled`: the storages that loading fills.
+    `filled`: the storages that loading fills. `apart`: the names of modules that are not judged.
     """
-    if changed := _changed.get(model):
+    changed = [name for name in _changed.get(model, []) if name.rpartition(".")[0] not in apart]
+    if changed:
         return (
-            f"{changed}: vLLM changes it after loading, so deltas would not fit; start vLLM without "
+            f"{changed[0]}: vLLM changes it after loading, so deltas would not fit; start vLLM without "
             "quantization, add --moe-backend triton for a mixture of experts, or --attention-backend CPU_MLA "
             "for MLA on a CPU"
         )
     before = _before.get(model, {})
     known = filled | {storage_of(parameter) for parameter in model.parameters()}
-    for path, tensor in floating(model):
+    for path, tensor in floating(model, apart):
         storage = storage_of(tensor)
         if storage in known or not _NO_WEIGHTS.keys().isdisjoint(path.split(".")):
             continue
@@ -477,27 +494,35 @@ def stale(model: torch.nn.Module, filled: set[int]) -> str:
     return ""
 
 
-def floating(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) for every floating-point tensor that a model holds.
+def floating(model: torch.nn.Module, apart: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) for every floating-point tensor of a model, except in the modules `apart`."""
+    modules = ((path, module) for path, module in model.named_modules() if path not in apart)
+    yield from ((path, found) for path, found in held(modules) if found.is_floating_point() and found.numel())
 
-    Searches all attributes of the model's modules, and the plain objects, lists and dictionaries in them,
-    `_DEPTH` levels deep.
+
+def held(
+    modules: Iterable[tuple[str, torch.nn.Module]], depth: int = _DEPTH
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) for every tensor that modules, given as (path, module), hold.
+
+    Searches all attributes of the modules, but not of their submodules, and the plain objects, lists and
+    dictionaries in them, `depth` levels deep.
     """
-    queue = deque((path, vars(module), 0) for path, module in model.named_modules())
+    queue = deque((path, vars(module), 0) for path, module in modules)
     met: set[int] = set()  # the search is breadth first, so each object gets its shortest path
     while queue:
-        path, holder, depth = queue.popleft()
+        path, holder, level = queue.popleft()
         for key, value in _inside(holder):
             name = path if key in ("_parameters", "_buffers") else f"{path}.{key}".lstrip(".")
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+            if isinstance(value, torch.Tensor):
                 yield name, value
-            elif depth < _DEPTH and id(value) not in met and not isinstance(value, _OPAQUE):
+            elif level < depth and id(value) not in met and not isinstance(value, _OPAQUE):
                 met.add(id(value))
-                queue.append((name, value, depth if name == path else depth + 1))
+                queue.append((name, value, level if name == path else level + 1))
 
 
 def _inside(holder: Any) -> Iterable[tuple[Any, Any]]:
-    if type(holder).__module__.startswith(_COMPILERS):
+    if type(holder).__module__.startswith(_SKIPPED):
         return ()
     if isinstance(holder, list | tuple):
         return enumerate(holder)

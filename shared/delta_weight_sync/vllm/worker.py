@@ -53,9 +53,9 @@ from delta_weight_sync.codec import Bits, Patch, cut
 from delta_weight_sync.collectives import all_to_all
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.util import Guard
-from delta_weight_sync.vllm import cpu, memory, routes
+from delta_weight_sync.vllm import cpu, hooks, memory, routes
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Memory, Step, Table
-from delta_weight_sync.vllm.routes import Geometry, Piece, Route
+from delta_weight_sync.vllm.routes import Dtypes, Geometry, Learned, Piece, Route, Shapes
 
 _TIMEOUT = timedelta(seconds=120)
 RECHECK_S = 60.0  # time in which all parameters are hashed again
@@ -202,6 +202,10 @@ class LiveWeights:
         self._tables = [copy(own) for _ in ranks.near]  # of the workers on this host, only for `find`
         for table, rank in zip(self._tables, ranks.near, strict=True):
             table.rows, table.starts = everyone[rank]
+
+    def recheck(self) -> None:
+        """Hash a part of the live parameters again; see `Memory.recheck`."""
+        self.memory.recheck()
 
     def digest(self, *, known: bool = False) -> int:
         """Digest of the live parameters of all workers. `known`: without reading them again."""
@@ -360,30 +364,39 @@ class DeltaWorker:
         if again := hasattr(self, "weights"):  # perhaps after a timeout, which makes gloo's groups unusable
             self._ranks = Ranks(self._ranks.size)
         with self._ranks.fail_together():
-            learned = routes.learn(self._model, shapes, dtypes)
+            learned = self._find(shapes, dtypes)
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
         for name, reason in unroutable.items():
             _log.warning("%s cannot be patched in place (%s): commits that change it are slow", name, reason)
         kept: dict[str, Bits] = {}
         with self._ranks.fail_together():
             if unroutable:  # read what vLLM loaded
-                kept = self._loaded(unroutable, shapes, dtypes)
+                kept = dict(self._loaded(unroutable, shapes, dtypes))
                 if again:  # commits may have changed what vLLM loaded
                     kept |= {name: bits for name, bits in self.weights._fallback.bits.items() if name in kept}
             fallback = Fallback(self._model, kept, dtypes)
-        self.weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
+        self.weights = self._weights(learned.routes, owned[self._ranks.rank], fallback)
         self._staged, self._digest = Staged(), self.weights.digest()
         if not self._rechecks:
             self._rechecks = Thread(target=_recheck, args=(weakref.ref(self),), name="recheck", daemon=True)
             self._rechecks.start()
         return {"digest": to_hex(self._digest)}
 
+    def _find(self, shapes: Shapes, dtypes: Dtypes) -> Learned:
+        return routes.learn(self._model, shapes, dtypes)
+
+    def _weights(
+        self, routes: dict[str, Route], owned: dict[str, tuple[int, ...]], fallback: Fallback
+    ) -> LiveWeights:
+        return LiveWeights(routes, owned, fallback, self._ranks)
+
     def _loaded(
-        self, reasons: Mapping[str, str], shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str]
-    ) -> dict[str, Bits]:
+        self, reasons: Mapping[str, str], shapes: Shapes, dtypes: Dtypes
+    ) -> Iterator[tuple[str, Bits]]:
         """Read tensors from the checkpoint that vLLM loaded: a folder, or a model in the Hub's local cache.
 
-        Raises `RouteError` if the checkpoint lacks one, because then its digest is unknown.
+        `reasons`: name -> why it is read. Raises `RouteError` if the checkpoint lacks one, because then its
+        digest is unknown.
         """
         model = self._config.model_config
         cache = self._config.load_config.download_dir
@@ -391,7 +404,6 @@ class DeltaWorker:
             place: dict[str, Any] = {"revision": model.revision, "cache_dir": cache}
             folder = Path(snapshot_download(model.model, **place, local_files_only=True))
         loaded = checkpoint.Checkpoint(folder)
-        kept = dict[str, Bits]()
         for name, reason in reasons.items():
             dtype = dtypes.get(name, "BF16")
             spec = loaded.specs.get(name)
@@ -400,8 +412,7 @@ class DeltaWorker:
                     f"{name}: {reason}, and the checkpoint that vLLM loaded has no such tensor: start vLLM"
                     " with the run's own model, which `delta-weight-sync checkout` writes"
                 )
-            kept[name] = loaded.read(name, dtype)
-        return kept
+            yield name, loaded.read(name, dtype)
 
     def stage(self, deltas: Sequence[str] = (), checkpoint: str = "") -> Answer:
         """Begin to prepare a commit: of delta files in order, or of what differs from a checkpoint."""
@@ -449,7 +460,7 @@ def _recheck(of: weakref.ref[DeltaWorker]) -> None:
     guard = Guard("the search for foreign writes to the weights")
     while worker := of():
         with guard, suppress(torch.OutOfMemoryError):  # the engine may need all of a GPU for a moment
-            worker.weights.memory.recheck()
+            worker.weights.recheck()
         del worker
         # One tenth of `RECHECK_S` remains for hashing, and for repeating slices that a commit disturbed.
         time.sleep(0.9 * RECHECK_S / memory.SLICES)
@@ -478,11 +489,20 @@ def call(worker: Any, op: str, **arguments: Any) -> Answer:
     """The method that the plugin adds to vLLM's worker class; it returns errors as answers."""
     try:
         if op in ("warm", "learn") and not hasattr(worker, "_delta_worker"):
-            worker._delta_worker = DeltaWorker(worker)
+            worker._delta_worker = _kind(worker)(worker)
         answer: Answer = getattr(worker._delta_worker, op)(**arguments)
     except Exception as error:  # noqa: BLE001 - it is the answer
         return _failed(error)
     return answer
+
+
+def _kind(worker: Any) -> type[DeltaWorker]:
+    if not worker.vllm_config.model_config.quantization:
+        return DeltaWorker
+    hooks.QUANTIZED.require()
+    from delta_weight_sync.vllm.quantized import QuantizedWorker  # imports vLLM
+
+    return QuantizedWorker
 
 
 def _failed(error: BaseException) -> Answer:
