@@ -158,6 +158,15 @@ class CommitEvent(Record):
     joined: bool = False  # whether the replica joined, that is, took this version from a checkpoint
 
 
+class Quantization(Record):
+    """What vLLM made of the served weights by quantizing them while it loaded."""
+
+    scheme: Word  # vLLM's --quantization
+    # Of the quantized tensors: equal on replicas with the same scheme, release of vLLM and kind of device.
+    digest: Digest
+    changed: Count  # how many bytes of these tensors the last commit changed
+
+
 class ReplicaReport(Record):
     """A replica's answer to `/status?after=<version>`: its status, and its commits of newer versions."""
 
@@ -170,6 +179,7 @@ class ReplicaReport(Record):
     logprobs_mode: Word = ""  # vLLM's option of this name; "" before vLLM runs, and from an older release
     # vLLM's values for sampling parameters that a request leaves out, if they are not the neutral ones.
     sampling_defaults: dict[Word, Number] = Field(default={}, max_length=16)
+    quantized: Quantization | None = None  # None if vLLM does not quantize
 
 
 class ScoreEvent(Record):

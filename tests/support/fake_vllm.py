@@ -8,6 +8,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import EngineError
+from delta_weight_sync.runlog import Quantization
 from delta_weight_sync.vllm import PROCESSED
 from delta_weight_sync.vllm.engine import Times
 from delta_weight_sync.vllm.follower import Follower
@@ -21,6 +22,8 @@ class InMemoryVllm:
     It counts its starts, how often it was asked whether it is alive (once in each turn of the follower), and
     the checkpoints that it staged.
     """
+
+    quantized: Quantization | None = None
 
     def __init__(self) -> None:
         self.starts = 0

@@ -17,6 +17,7 @@ from typing import Any
 from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError, EngineError, WorkerError
 from delta_weight_sync.records import Manifest
+from delta_weight_sync.runlog import Quantization
 from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks, takes_images
 from delta_weight_sync.vllm.disk import Dtypes, Shapes
 
@@ -45,6 +46,7 @@ class Engine:
     This class cannot start vLLM; a Space's engine overrides `alive`, `serves`, `start` and `stop`.
     """
 
+    quantized: Quantization | None = None  # of the weights that are live
     _asked_for_sampling: Any = None
     _sampling: tuple[str, dict[str, float]]
 
@@ -100,7 +102,9 @@ class Engine:
                 CommitError.kind,
             )
         self._until_done(self._ask("warm"))  # compiles kernels while vLLM generates; `learn` makes vLLM wait
-        return str(self._ask("learn", shapes=shapes, dtypes=dtypes)[0]["digest"])
+        answer = self._ask("learn", shapes=shapes, dtypes=dtypes)[0]
+        self._note(answer)
+        return str(answer["digest"])
 
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:
         """Stage delta files, in this order, while vLLM generates; then commit them between two steps.
@@ -124,6 +128,7 @@ class Engine:
             if not await self._client.reset_prefix_cache(reset_running_requests=True):
                 raise EngineError("vLLM kept prefixes of old weights, so nothing was written")
             answers = await self._call("commit", digest=digest, label=label)
+            self._note(answers[0])
             await self._client.update_weight_version(label)
         finally:
             if not held:
@@ -150,9 +155,14 @@ class Engine:
             return stage_s, *self._wait(self._commit_while_paused(digest, label))
         if not all("pause_s" in answer for answer in answers):
             answers = self._ask(**then)
+        self._note(answers[0])
         pause_s = _largest("pause_s", answers)
         commit_s = _largest("commit_s", answers)
         return stage_s, pause_s, commit_s, _largest("live_at", answers)
+
+    def _note(self, answer: dict[str, Any]) -> None:
+        found = answer.get("quantized")
+        self.quantized = Quantization.model_validate(found) if found else None
 
     def _until_done(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         pause, longest = _POLL_S

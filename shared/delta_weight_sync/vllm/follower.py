@@ -29,6 +29,7 @@ from delta_weight_sync.vllm.engine import Engine, label_of
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
 _LINE_S = 60.0  # between two log lines about served versions
+_UNMOVED = 10  # versions in a row that change no quantized weight, before the replica warns
 # Kinds of errors by which vLLM refuses a version: a retry would probably fail, too.
 _REFUSALS = (errors.RouteError.kind, errors.CommitError.kind, errors.CodecError.kind)
 _Tensors = tuple[Shapes, Dtypes]
@@ -104,6 +105,7 @@ class Follower:
         self._learned = _NONE  # the tensors whose places vLLM knows
         self._healing = False  # whether a heal is still to be done
         self._heal_refusal = ""  # why vLLM refused a heal; reported until the next commit or heal
+        self._unmoved = 0  # how many of the newest versions changed no quantized weight
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
@@ -145,6 +147,8 @@ class Follower:
         )
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
         notice = self.commands.describe() or self._watcher.describe()
+        if self._unmoved >= _UNMOVED:
+            notice = f"{notice}; {self._warning()}"
         engine = self._engine.describe()
         traffic: TrafficEvent | None = None
         with self._counting:
@@ -158,6 +162,13 @@ class Follower:
             traffic=traffic,
             logprobs_mode=mode,
             sampling_defaults=defaults,
+            quantized=self._engine.quantized if serving else None,
+        )
+
+    def _warning(self) -> str:
+        return (
+            f"the last {self._unmoved} versions changed no quantized weight, so the policy that is served"
+            " hardly moves: choose a finer --quantization, or none"
         )
 
     def explain(self, error: Exception | None) -> str:
@@ -275,6 +286,10 @@ class Follower:
             paths = self._reader.fetch_all(deltas, self._folder)
             fetch_s = time.perf_counter() - started
             times = self._engine.take(paths, manifest.digest, label_of(manifest))
+            quantized = self._engine.quantized
+            self._unmoved = self._unmoved + 1 if quantized and not quantized.changed else 0
+            if self._unmoved == _UNMOVED:
+                _log.warning("replica %s: %s", self._name, self._warning())
         finally:
             for delta in deltas:
                 (self._folder / delta.name).unlink(missing_ok=True)

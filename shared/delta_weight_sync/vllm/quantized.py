@@ -296,10 +296,11 @@ class QuantizedWeights(LiveWeights):
         self._all = False
         with self._ranks.fail_together():
             self.withdraw()
-            if (own := self._quantized.known_digest()) != self._state.own:
+            self._own = self._quantized.known_digest()
+            if self._own != self._state.own:
                 raise WeightsChangedError(
                     "something else changed the quantized weights: this worker's share of their digest is"
-                    f" {to_hex(own)}, not {to_hex(self._state.own)}"
+                    f" {to_hex(self._own)}, not {to_hex(self._state.own)}"
                 )
         return super().stage(paths, known)
 
@@ -308,7 +309,7 @@ class QuantizedWeights(LiveWeights):
         self._all = True
         with self._ranks.fail_together():
             self.withdraw()
-            self._quantized.digest()
+            self._own = self._quantized.digest()
         return super().stage_checkpoint(folder)
 
     def _staged(self, found: Iterable[Changes], reloaded: list[Patch], live: int) -> Staged:
@@ -324,11 +325,11 @@ class QuantizedWeights(LiveWeights):
                     f"{wrong} weights in host memory read back differently from what was written"
                 )
             touched = {*layer[changes.counts > 0].tolist()} - {-1}
+            self._changed = 0
             again = Changes.joined(self._again(range(len(self._layers)) if self._all else sorted(touched)))
             write, quantized_moved = self._quantized.prepare(again)
-        # Each byte is a quantized value or a part of a scale.
-        own = (self._quantized.known_digest() + quantized_moved) % (1 << 64)
-        after = _State(own, self._facts(own, again.ulps.size))
+        own = (self._own + quantized_moved) % (1 << 64)
+        after = _State(own, self._facts(own, self._changed))
         staged = super()._staged([_some(changes, layer < 0)], reloaded, live + sum(self._ranks.gather(moved)))
 
         def keep() -> tuple[int, float]:
@@ -348,13 +349,14 @@ class QuantizedWeights(LiveWeights):
         table = self._places
         for number in numbers:
             for path, live, new in self._twin.compared(self._layers[number]):
-                if live.data_ptr() != self._words[path].data_ptr():
+                if path not in self._words or live.data_ptr() != self._words[path].data_ptr():
                     raise RouteError(f"{path}: vLLM moved this tensor after it was loaded: start vLLM again")
                 rows = range(*table.starts[table.number[path] :][:2])
                 for row, first, count in table.parts[rows].tolist():
                     begin = table.rows[row, memory.FIRST] + first
                     old, now = (words[begin : begin + count] for words in (live, new))
                     index = (old != now).nonzero()[:, 0]
+                    self._changed += int((old[index] ^ now[index]).view(torch.uint8).count_nonzero())
                     ulps = (now[index] - old[index]).cpu().numpy().view(np.uint16)
                     element = index.to(torch.int32).cpu().numpy()
                     yield Changes(np.array([row]), np.array([ulps.size]), element, ulps)
