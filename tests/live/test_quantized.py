@@ -1,4 +1,4 @@
-"""A replica that quantizes while it loads follows a run: it answers as a vLLM that loads each version afresh."""
+"""A replica that quantizes while it loads follows a run: it answers as a vLLM that loads versions afresh."""
 
 import subprocess
 import sys

@@ -1,11 +1,11 @@
 """A program for tests: a model that vLLM's own loader quantizes, and random deltas, against fresh loads.
 
-    python -m tests.vllm.schemes <deltas> <folder> <scheme>...
+    python -m tests.vllm.schemes <rank> <ranks> <port> <deltas> <folder> <case>...
 
-`folder` holds the checkpoints `dense` and `experts`. A scheme is a value of `--quantization`, after
-`experts:` for a mixture of experts. Prints a line of JSON for each: what was found. There is no engine,
-because most schemes have no kernel for a CPU; vLLM quantizes all the same. The CPU build lacks one op, for
-which `only_quantizing` has the same formula.
+A case is `checkpoint:quantization`, the name of a checkpoint in `folder` and a value of `--quantization`, or
+`checkpoint:quantization:trouble`, a key of `TROUBLE`. Prints a line of JSON for each: what was found. There
+is no engine, because most schemes have no kernel for a CPU; vLLM quantizes all the same. The CPU build lacks
+one op, for which `only_quantizing` has the same formula.
 """
 
 import gc
@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.update(VLLM_PLUGINS="", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
 
@@ -69,16 +70,21 @@ def only_quantizing() -> None:
 class Worker:
     """As a worker of vLLM looks to the plugin: a configuration, and a model loaded from a checkpoint."""
 
-    def __init__(self, folder: Path, scheme: str) -> None:
+    ranks = (0, 1, 0)  # rank, ranks, port
+
+    def __init__(self, folder: Path, scheme: str, **more: Any) -> None:
+        rank, ranks, port = self.ranks
         options = {"model": str(folder), "dtype": "bfloat16", "quantization": scheme or None}
-        options |= {"enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
+        options |= {"enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True, **more}
+        options |= {"tensor_parallel_size": ranks, "attention_backend": "CPU_MLA"}
+        options |= {"distributed_executor_backend": "mp" if ranks > 1 else "uni"}
         self.vllm_config = EngineArgs(**options).create_engine_config()
+        self.vllm_config.parallel_config.rank = rank
         with set_current_vllm_config(self.vllm_config):
             if not parallel_state.model_parallel_is_initialized():
-                (folder.parent / "store").unlink(missing_ok=True)
-                store = f"file://{folder.parent}/store"
-                parallel_state.init_distributed_environment(1, 0, store, 0, backend="gloo")
-                parallel_state.initialize_model_parallel()
+                address = f"tcp://127.0.0.1:{port}"
+                parallel_state.init_distributed_environment(ranks, rank, address, rank, backend="gloo")
+                parallel_state.initialize_model_parallel(ranks)
             self.model = get_model(vllm_config=self.vllm_config)
 
     def get_model(self) -> torch.nn.Module:
@@ -123,15 +129,51 @@ def write(state: State, like: Path, folder: Path) -> Path:
     return folder
 
 
-def examine(base: Path, scheme: str, deltas: int) -> dict[str, Any]:
-    """Everything that the tests assert about one scheme."""
+def little_memory(live: Worker) -> None:
+    mock.patch("psutil.virtual_memory", return_value=mock.Mock(available=1000)).start()
+
+
+def damaged(live: Worker) -> None:
+    """As if vLLM quantized differently while it loaded."""
+    next(p for p in live.model.parameters() if p.element_size() == 1).data.view(torch.uint8)[0] += 1
+
+
+def hidden(live: Worker) -> None:
+    """As if a kernel kept its weights in memory of its own."""
+    for module in live.model.modules():
+        if getattr(module, "quant_method", None) and module.quant_method.uses_meta_device:
+            pack(module.quant_method.process_weights_after_loading, module)
+            kind = type(module.quant_method)
+            plain = kind.process_weights_after_loading
+    mock.patch.object(kind, "process_weights_after_loading", lambda *args: pack(plain, *args)).start()
+
+
+def pack(plain: Any, *args: Any) -> None:
+    plain(*args)
+    args[-1].packed = bytes_of(args[-1].weight)
+    args[-1].weight = None
+
+
+TROUBLE = {"": lambda live: None, "memory": little_memory, "damaged": damaged, "hidden": hidden}
+IGNORED = {"ignore": {"quantization_config": {"ignore": ["re:.*kv_b_proj"]}}}
+
+
+def examine(base: Path, scheme: str, trouble: str, deltas: int) -> dict[str, Any]:
+    """Everything that the tests assert about one case."""
     rng = np.random.default_rng(0)
-    live = Worker(base, scheme)
-    state = dict(read_bits(base))
-    scratch = base.parent / "scratch"
+    options = IGNORED.get(trouble, {})
+    live = Worker(base, scheme, **options)
+    scratch = base.parent / f"scratch{live.ranks[0]}"
     loaded = live.memory()
-    live.call("warm")
-    learned = live.call("learn", shapes={name: list(bits.shape) for name, bits in state.items()})
+    TROUBLE.get(trouble, TROUBLE[""])(live)
+    try:
+        live.call("warm")
+        state = dict(read_bits(base))
+        learned = live.call("learn", shapes={name: list(bits.shape) for name, bits in state.items()})
+    except RuntimeError as error:
+        return {"refused": str(error)}
+    finally:
+        mock.patch.stopall()
     found = {
         "learned": learned["digest"] == to_hex(state_digest(state)),
         "wrote": loaded != live.memory(),
@@ -165,14 +207,18 @@ def examine(base: Path, scheme: str, deltas: int) -> dict[str, Any]:
         found["bytes"] += answer["quantized"]["changed"]
         state = new
         if turn % 10 == 0:
-            fresh = Worker(write(state, base, scratch), scheme)
+            fresh = Worker(write(state, base, scratch), scheme, **options)
             mine, theirs = live.memory(), fresh.memory()
             found["unequal"] += [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
             facts = fresh.call("learn", shapes={name: list(bits.shape) for name, bits in state.items()})
             if facts["quantized"]["digest"] != answer["quantized"]["digest"]:
                 found["unequal"].append("the digest of the quantized tensors")
             found["loads"] += 1
-    return found | {"healed": healed(live, state, base), "stage_s": staged_s, "commit_s": committed_s}
+    return found | {
+        "healed": healed(live, state, base, scratch),
+        "stage_s": staged_s,
+        "commit_s": committed_s,
+    }
 
 
 def fail(worker: Any) -> None:
@@ -189,7 +235,7 @@ def refused(call: Any) -> str:
     return ""
 
 
-def healed(live: Worker, state: State, base: Path) -> dict[str, Any]:
+def healed(live: Worker, state: State, base: Path, scratch: Path) -> dict[str, Any]:
     """Something else writes to a quantized weight: deltas are refused, and a checkpoint repairs it."""
     before = live.memory()
     worker = live._delta_worker
@@ -199,12 +245,12 @@ def healed(live: Worker, state: State, base: Path) -> dict[str, Any]:
     for _ in range(60):  # what a minute brings
         worker.weights.recheck()
     found = {"refused": refused(lambda: live.call("stage", deltas=[]))}
-    live.call("stage", checkpoint=str(write(state, base, base.parent / "scratch")))
+    live.call("stage", checkpoint=str(write(state, base, scratch)))
     live.call("commit", digest=to_hex(state_digest(state)), label="2")
     return found | {"damaged": name, "repaired": before == live.memory()}
 
 
-def main(deltas: int, folder: Path, schemes: list[str]) -> None:
+def main(deltas: int, folder: Path, cases: list[str]) -> None:
     """See the module's text."""
     cpu_model_runner._set_torch_accelerator_to_noop()  # as vLLM's worker does before it loads
     cpu.install()
@@ -212,12 +258,14 @@ def main(deltas: int, folder: Path, schemes: list[str]) -> None:
     only_quantizing()
     torch.set_num_threads(1)
     gc.freeze()  # vLLM collects garbage at each load, which would go through all that was imported
-    for scheme in schemes:
-        kind, _, name = scheme.rpartition(":")
+    os.environ["VLLM_DIST_IDENT"] = str(Worker.ranks[-1])
+    for case in cases:
+        checkpoint, scheme, *trouble = case.split(":")
         started = time.perf_counter()
-        found = examine(folder / (kind or "dense"), name, deltas)
-        print(json.dumps({"case": scheme, "seconds": time.perf_counter() - started, **found}), flush=True)
+        found = examine(folder / checkpoint, scheme, "".join(trouble), deltas)
+        print(json.dumps({"case": case, "seconds": time.perf_counter() - started, **found}), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    Worker.ranks = tuple(map(int, sys.argv[1:4]))
+    main(int(sys.argv[4]), Path(sys.argv[5]), sys.argv[6:])

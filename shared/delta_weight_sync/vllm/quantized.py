@@ -72,8 +72,14 @@ class Twin:
         self._modules = dict(live.named_modules())
         self._config = _apart(config)
         self._device = next(live.parameters()).device
-        with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
-            self.model = initialize_model(vllm_config=self._config)
+        try:
+            with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
+                self.model = initialize_model(vllm_config=self._config)
+        except Exception as error:
+            raise RouteError(
+                f"vLLM cannot build this model a second time, without memory ({error!r}): start vLLM without"
+                " --quantization"
+            ) from error
         self.layers = {
             name: module
             for name, module in self.model.named_modules()
@@ -121,6 +127,16 @@ class Twin:
         return learned
 
     def _problem(self, filled: set[int]) -> str:
+        for name, parameter in self._live.named_parameters():
+            served = (
+                parameter.numel() and not parameter.is_meta and name.rpartition(".")[0] not in self.layers
+            )
+            if served and routes.storage_of(parameter) not in filled:
+                return (
+                    f"{name}: vLLM computes it from other weights, so deltas would not update it; leave these"
+                    " unquantized by an `ignore` in --quantization-config (kv_b_proj for MLA), or start vLLM"
+                    " without --quantization"
+                )
         return routes.stale(self._live, filled, self.layers)
 
     def layers_at(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -210,8 +226,16 @@ class Twin:
         scratch._buffers = dict(layer._buffers)
         method = scratch.__dict__["quant_method"] = _copied(layer.quant_method, _COPIED)
         before = {path: tensor for path, tensor in _held(name, layer) if tensor.is_meta}
-        with set_current_vllm_config(self._config), torch.no_grad(), self._device:
-            method.process_weights_after_loading(scratch)
+        try:
+            with set_current_vllm_config(self._config), torch.no_grad(), self._device:
+                method.process_weights_after_loading(scratch)
+        except (RouteError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise RouteError(
+                f"{name}: vLLM cannot quantize this layer again ({error!r}): start vLLM without"
+                " --quantization"
+            ) from error
         after = dict(_held(name, scratch))
         return after, {path for path, tensor in after.items() if tensor is before.get(path)}
 
