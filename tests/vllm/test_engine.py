@@ -201,7 +201,7 @@ def test_one_that_does_and_cannot_be_used_is_told(another_vllm, monkeypatch, ask
 def test_options_that_move_weights_are_refused(part, option, sentence):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**PARALLEL),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, quantization=None),
         lora_config=None,
         offload_config=SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=0)),
     )
