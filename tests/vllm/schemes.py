@@ -31,8 +31,7 @@ from vllm.v1.worker import cpu_model_runner
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.vllm import cpu, routes
-from delta_weight_sync.vllm import worker as workers
+from delta_weight_sync.vllm import cpu, plugin, routes
 from delta_weight_sync.vllm.memory import Step
 
 State = dict[str, np.ndarray]
@@ -91,7 +90,7 @@ class Worker:
         return self.model
 
     def call(self, op: str, **arguments: Any) -> dict[str, Any]:
-        answer = workers.call(self, op, **arguments)
+        answer = plugin._call(self, op=op, **arguments)
         while answer.get("done") is False:
             answer = self._delta_worker.staging.result()
         if "error" in answer:

@@ -9,12 +9,16 @@ import logging
 import multiprocessing
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 from delta_weight_sync import compat
 from delta_weight_sync.ending import die_with_parent
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.vllm import BACKEND as NAME
 from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks, is_named
+
+if TYPE_CHECKING:
+    from delta_weight_sync.vllm.worker import DeltaWorker
 
 _log = logging.getLogger(NAME)
 
@@ -77,4 +81,15 @@ def _call(worker: object, **call: object) -> object:
     # kernels to patch, and crashes if it finds numba's kernels.
     from delta_weight_sync.vllm.worker import call as answer
 
-    return answer(worker, **call)  # type: ignore[arg-type]
+    return answer(worker, make=_made, **call)  # type: ignore[arg-type]
+
+
+def _made(worker: Any) -> "DeltaWorker":
+    from delta_weight_sync.vllm.worker import DeltaWorker
+
+    if not worker.vllm_config.model_config.quantization:
+        return DeltaWorker(worker)
+    hooks.QUANTIZED.require()
+    from delta_weight_sync.vllm.quantized import QuantizedWorker  # imports vLLM
+
+    return QuantizedWorker(worker)

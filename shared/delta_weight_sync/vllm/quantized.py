@@ -7,8 +7,8 @@ new version. No code here knows a scheme:
   quantized layers hold, in host memory, the weights that vLLM's loader fills before it quantizes them (the
   *mirror*). So routes, table, digest and staging treat the twin as they treat an unquantized model.
 - Staging patches the mirror, quantizes each touched layer again by vLLM's own method in scratch memory, and
-  compares every tensor that the layer, its method and its kernel hold with the live one. What differs is
-  committed. If the stage is not committed, the next stage first takes its patch out of the mirror.
+  compares every tensor that the layer, its method and its kernel hold with the live one. The words that
+  differ are committed. If the stage is not committed, the next stage first takes its patch out of the mirror.
 
 There are two digests. The published one is that of mirror and unquantized parameters. The digest of the
 quantized tensors is equal on replicas that quantize in the same way: with the same scheme, release of vLLM
@@ -42,9 +42,8 @@ from delta_weight_sync.vllm.memory import Changes, Step, Table
 from delta_weight_sync.vllm.routes import Dtypes, Geometry, Learned, Piece, Route, Shapes
 from delta_weight_sync.vllm.worker import Answer, DeltaWorker, Fallback, LiveWeights, Ranks, Staged, memory_of
 
-_DEPTH = (
-    6  # objects between a quantized layer and a tensor; ...moe_kernel.fused_experts.quant_config._w1.scale
-)
+# Objects between a layer and a tensor; quant_method.moe_kernel.fused_experts.quant_config._w1 has 5.
+_DEPTH = 6
 _COPIED = 3  # levels of a layer's quantization method that are copied before it runs
 _log = logging.getLogger("delta_weight_sync")
 
@@ -97,11 +96,21 @@ class Twin:
         for name, module in self.model.named_modules():
             if name in self.layers:
                 for key, parameter in module.named_parameters(recurse=False):
-                    module._parameters[key] = _mirror_of(parameter, self._device)
+                    module._parameters[key] = self._mirror_of(parameter)
             else:
                 self._share(name, module)
         self.filled = False
         self._places: dict[str, torch.Tensor] = {}  # path -> words of the live tensor
+
+    def _mirror_of(self, parameter: torch.nn.Parameter) -> Any:
+        """Host memory for a parameter on the meta device, which a GPU can read; with vLLM's plain loader."""
+        there = self._device.type != "cpu"
+        memory = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=there)
+        mirror = _like(get_accelerator_view_from_cpu_tensor(memory) if there else memory, parameter)
+        # Its wrapper would quantize as soon as the layer is complete.
+        while getattr(loader := mirror.weight_loader, "__name__", "") == "online_process_loader":
+            mirror.weight_loader = loader.__wrapped__
+        return mirror
 
     def _share(self, name: str, module: torch.nn.Module) -> None:
         """Replace an unquantized module's tensors by the live ones."""
@@ -256,7 +265,7 @@ class Twin:
     def _refuse_to_agree(self, *_: object, **__: object) -> None:
         raise RouteError(
             f"with --quantization {self.scheme}, vLLM's workers agree on each scale while they load, which"
-            " staging cannot repeat beside generation: use --quantization fp8_per_block, or one worker"
+            " staging cannot repeat while vLLM generates: use --quantization fp8_per_block, or one worker"
         )
 
 
@@ -429,17 +438,6 @@ def _apart(config: Any) -> Any:
     compilation.static_forward_context = {}
     compilation.static_all_moe_layers = []
     return config
-
-
-def _mirror_of(parameter: torch.nn.Parameter, device: torch.device) -> Any:
-    """Host memory for a parameter on the meta device, which a GPU can read; with vLLM's plain loader."""
-    there = device.type != "cpu"
-    mirror = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=there)
-    mirror = _like(get_accelerator_view_from_cpu_tensor(mirror) if there else mirror, parameter)
-    # Its wrapper would quantize as soon as the layer is complete.
-    while getattr(loader := mirror.weight_loader, "__name__", "") == "online_process_loader":
-        mirror.weight_loader = loader.__wrapped__
-    return mirror
 
 
 def _like(tensor: torch.Tensor, parameter: Any) -> Any:

@@ -53,7 +53,7 @@ from delta_weight_sync.codec import Bits, Patch, cut
 from delta_weight_sync.collectives import all_to_all
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.util import Guard
-from delta_weight_sync.vllm import cpu, hooks, memory, routes
+from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Memory, Step, Table
 from delta_weight_sync.vllm.routes import Dtypes, Geometry, Learned, Piece, Route, Shapes
 
@@ -485,24 +485,16 @@ def _unsupported(config: Any) -> str:
     return next((reason for reason, found in reasons.items() if found), "")
 
 
-def call(worker: Any, op: str, **arguments: Any) -> Answer:
-    """The method that the plugin adds to vLLM's worker class; it returns errors as answers."""
+def call(worker: Any, op: str, make: Callable[[Any], DeltaWorker] = DeltaWorker, **arguments: Any) -> Answer:
+    """The method that the plugin adds to vLLM's worker class; it returns errors as answers. `make` makes the
+    worker's `DeltaWorker` at the first call."""
     try:
         if op in ("warm", "learn") and not hasattr(worker, "_delta_worker"):
-            worker._delta_worker = _kind(worker)(worker)
+            worker._delta_worker = make(worker)
         answer: Answer = getattr(worker._delta_worker, op)(**arguments)
     except Exception as error:  # noqa: BLE001 - it is the answer
         return _failed(error)
     return answer
-
-
-def _kind(worker: Any) -> type[DeltaWorker]:
-    if not worker.vllm_config.model_config.quantization:
-        return DeltaWorker
-    hooks.QUANTIZED.require()
-    from delta_weight_sync.vllm.quantized import QuantizedWorker  # imports vLLM
-
-    return QuantizedWorker
 
 
 def _failed(error: BaseException) -> Answer:
