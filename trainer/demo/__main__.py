@@ -177,19 +177,27 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """`python -m trainer.demo [--policy NAME] [--minutes N] [--port N] [--folder DIR]`."""
+    """`python -m trainer.demo [--policy NAME] [--minutes N] [--port N] [--folder DIR] [--quantization S]`."""
     parser = argparse.ArgumentParser("python -m trainer.demo", description="Run the loop on this machine.")
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=float, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
     files = "folder for the run; an earlier demo in it is deleted; smollm2's checkpoint is put next to DIR"
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), metavar="DIR", help=files)
+    scheme = "vLLM's --quantization of the replica, such as fp8_per_channel, which also runs on a CPU"
+    parser.add_argument("--quantization", default="", metavar="SCHEME", help=scheme)
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < math.inf:
         parser.error(f"--minutes must be a number above 0; it is {arguments.minutes}")
     interrupt_once()
     try:
-        run_demo(arguments.policy, arguments.folder.resolve(), arguments.port, arguments.minutes)
+        run_demo(
+            arguments.policy,
+            arguments.folder.resolve(),
+            arguments.port,
+            arguments.minutes,
+            arguments.quantization,
+        )
     except KeyboardInterrupt:
         print("stopped; all its processes have ended", file=sys.stderr)
         sys.exit(130)
@@ -197,7 +205,7 @@ def main() -> None:
         sys.exit(f"demo: {error}")
 
 
-def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
+def run_demo(name: str, folder: Path, port: int, minutes: float, quantization: str = "") -> None:
     """Run the demo in `folder`, which must be new, empty or an earlier demo's. Raises `ChildError`."""
     if problem := gpu_build.problem():
         raise ChildError(problem)
@@ -209,10 +217,10 @@ def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
         (folder / "bucket").mkdir(parents=True)
         mark.touch()
         with Processes(folder) as processes:
-            _run(processes, name, folder, port, minutes)
+            _run(processes, name, folder, port, minutes, quantization)
 
 
-def _run(processes: Processes, name: str, folder: Path, port: int, minutes: float) -> None:
+def _run(processes: Processes, name: str, folder: Path, port: int, minutes: float, quantization: str) -> None:
     policy = POLICIES[name]
     progress = Progress(minutes)
     bucket_url = (folder / "bucket").as_uri()
@@ -230,6 +238,8 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     # The same low priority (nice 10) as the trainer's process for rollouts, if that runs on a CPU.
     processes.start("env", ["env_space.app"], env, nice=10)
     replica = replica_settings(policy, bucket_url, replica_port, folder)
+    if quantization:
+        replica["REPLICA_VLLM_ARGS"] += f" --quantization {quantization}"
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
     command += ["--minutes", f"{max(progress.left_s * _TRAINING / 60, 0.001):.3f}"]  # 0: no limit
