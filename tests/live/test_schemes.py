@@ -101,6 +101,7 @@ def _check(facts: dict[str, Any], deltas: int) -> None:
     assert not facts["unequal"], "every byte, and the second digest, are as after a fresh load"
     assert facts["loads"] == deltas // 10
     assert facts["not_undone"] == 0
+    assert facts["learned_again"], "without the stage that was not committed"
     assert "something else changed the quantized weights" in facts["healed"]["refused"]
     assert facts["healed"]["repaired"]
 
