@@ -273,6 +273,8 @@ def test_trainer_and_replica_run_where_the_installed_build_does(tmp_path, monkey
     trainer = trainer_command(policy, tmp_path, "file:///b", "http://r", "http://e")
     assert ("--use_cpu" in trainer) is not for_gpus
     assert ("--gpu-memory-utilization" in replica) is for_gpus
+    quantized = replica_settings(policy, "file:///b", 1, tmp_path, "mxfp8")["REPLICA_VLLM_ARGS"]
+    assert quantized == f"{replica} --quantization mxfp8"
     assert "--enforce-eager" not in replica, "on a GPU with CUDA graphs; on a CPU the replica knows"
 
 

@@ -237,9 +237,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     env = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env_port), "WORDLE_REPLICA_URL": replica_url}
     # The same low priority (nice 10) as the trainer's process for rollouts, if that runs on a CPU.
     processes.start("env", ["env_space.app"], env, nice=10)
-    replica = replica_settings(policy, bucket_url, replica_port, folder)
-    if quantization:
-        replica["REPLICA_VLLM_ARGS"] += f" --quantization {quantization}"
+    replica = replica_settings(policy, bucket_url, replica_port, folder, quantization)
     processes.start("replica", ["inference_space.app"], replica | keys | {SIGNING_KEY: ""})
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
     command += ["--minutes", f"{max(progress.left_s * _TRAINING / 60, 0.001):.3f}"]  # 0: no limit
@@ -273,8 +271,14 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     return smollm2.build(folder.parent / "smollm2-reverse-text", "reverse_text")
 
 
-def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -> dict[str, str]:
-    cpu_share = f"--kv-cache-memory-bytes {policy.kv_cache_mib << 20}"
+def replica_settings(
+    policy: Policy, bucket_url: str, port: int, folder: Path, quantization: str = ""
+) -> dict[str, str]:
+    arguments = (
+        _GPU_SHARE if gpu_build.is_installed() else f"--kv-cache-memory-bytes {policy.kv_cache_mib << 20}"
+    )
+    if quantization:
+        arguments += f" --quantization {quantization}"
     return {
         "REPLICA_BUCKET": bucket_url,
         "REPLICA_RUN": RUN,
@@ -285,7 +289,7 @@ def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -
         "REPLICA_MAX_MODEL_LEN": str(policy.max_model_len),
         "REPLICA_MAX_NUM_SEQS": str(policy.max_num_seqs),
         "REPLICA_FOLDER": str(folder / "replica"),
-        "REPLICA_VLLM_ARGS": _GPU_SHARE if gpu_build.is_installed() else cpu_share,
+        "REPLICA_VLLM_ARGS": arguments,
         "OMP_NUM_THREADS": "1",
     }
 

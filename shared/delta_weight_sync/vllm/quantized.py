@@ -410,7 +410,7 @@ class QuantizedWorker(DeltaWorker):
         """As `DeltaWorker.learn`. The answer also has facts about the quantized tensors."""
         if hasattr(self, "weights"):
             self.weights.withdraw()
-        self._kinds = shapes, dtypes or {}
+        self._tensors = shapes, dtypes or {}
         return super().learn(shapes, dtypes) | self.weights.facts
 
     def commit(self, digest: str, label: str) -> Answer:
@@ -427,7 +427,7 @@ class QuantizedWorker(DeltaWorker):
             pieces = self._twin.in_mirror(routes)
             reasons = dict.fromkeys(pieces, "vLLM quantizes it")
             with self._ranks.fail_together():
-                self._twin.fill(pieces, self._loaded(reasons, *self._kinds))
+                self._twin.fill(pieces, self._loaded(reasons, *self._tensors))
         return QuantizedWeights(self._twin, routes, owned, fallback, self._ranks)
 
 
