@@ -141,6 +141,7 @@ def test_so_it_is_after_200_deltas(checkpoints, case):
 def test_what_cannot_be_quantized_again_is_refused_with_the_way_out(alone, case):
     (facts,) = alone[case]
     assert REFUSED[case] in facts["refused"]
+    assert facts["refused_again"] == facts["refused"], "when the follower tries again"
 
 
 @pytest.mark.parametrize("case", DISAGREE)

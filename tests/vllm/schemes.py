@@ -165,12 +165,14 @@ def examine(base: Path, scheme: str, trouble: str, deltas: int) -> dict[str, Any
     scratch = base.parent / f"scratch{live.ranks[0]}"
     loaded = live.memory()
     TROUBLE.get(trouble, TROUBLE[""])(live)
+    state = dict(read_bits(base)) if scheme else {}
+    shapes = {name: list(bits.shape) for name, bits in state.items()}
     try:
         live.call("warm")
-        state = dict(read_bits(base))
-        learned = live.call("learn", shapes={name: list(bits.shape) for name, bits in state.items()})
+        learned = live.call("learn", shapes=shapes)
     except RuntimeError as error:
-        return {"refused": str(error)}
+        again = refused(lambda: live.call("learn", shapes=shapes))
+        return {"refused": str(error), "refused_again": again}
     finally:
         mock.patch.stopall()
     found = {
@@ -209,7 +211,7 @@ def examine(base: Path, scheme: str, trouble: str, deltas: int) -> dict[str, Any
             fresh = Worker(write(state, base, scratch), scheme, **options)
             mine, theirs = live.memory(), fresh.memory()
             found["unequal"] += [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-            facts = fresh.call("learn", shapes={name: list(bits.shape) for name, bits in state.items()})
+            facts = fresh.call("learn", shapes=shapes)
             if facts["quantized"]["digest"] != answer["quantized"]["digest"]:
                 found["unequal"].append("the digest of the quantized tensors")
             found["loads"] += 1
@@ -218,7 +220,7 @@ def examine(base: Path, scheme: str, trouble: str, deltas: int) -> dict[str, Any
     patches = [codec.diff(name, state[name], new[name]) for name in state]
     path.write_bytes(codec.encode(patches, state.__getitem__, base=0, version=1))
     live.call("stage", deltas=[str(path)])
-    again = live.call("learn", shapes={name: list(bits.shape) for name, bits in state.items()})
+    again = live.call("learn", shapes=shapes)
     found["learned_again"] = again["digest"] == digest
     return found | {
         "healed": healed(live, state, base, scratch),

@@ -132,15 +132,16 @@ class Twin:
         learned = routes.learn(self.model, shapes, dtypes, self._problem)
         for name, source in learned.sources.items():
             if isinstance(source, str):
-                raise RouteError(f"{name}: {source}, so this replica must serve without --quantization")
+                raise RouteError(
+                    f"{name}: {source}, so it cannot be quantized again: start vLLM without --quantization"
+                )
         return learned
 
     def _problem(self, filled: set[int]) -> str:
         for name, parameter in self._live.named_parameters():
-            served = (
-                parameter.numel() and not parameter.is_meta and name.rpartition(".")[0] not in self.layers
-            )
-            if served and routes.storage_of(parameter) not in filled:
+            served = parameter.numel() and not parameter.is_meta
+            plain = name.rpartition(".")[0] not in self.layers
+            if served and plain and routes.storage_of(parameter) not in filled:
                 return (
                     f"{name}: vLLM computes it from other weights, so deltas would not update it; leave these"
                     " unquantized by an `ignore` in --quantization-config (kv_b_proj for MLA), or start vLLM"
@@ -161,12 +162,12 @@ class Twin:
 
     def in_mirror(self, learned: Mapping[str, Route]) -> dict[str, list[Piece]]:
         """Name -> pieces in the mirror, of each checkpoint tensor that has some."""
-        found = {}
-        for name, route in learned.items():
-            addresses = np.array([piece.memory.data_ptr() for piece in route.pieces], np.int64)
-            inside = self.layers_at(addresses) >= 0
-            if inside.any():
-                found[name] = [piece for piece, here in zip(route.pieces, inside, strict=True) if here]
+        pieces = [(name, piece) for name, route in learned.items() for piece in route.pieces]
+        inside = self.layers_at(np.array([piece.memory.data_ptr() for _, piece in pieces], np.int64)) >= 0
+        found: dict[str, list[Piece]] = {}
+        for (name, piece), here in zip(pieces, inside.tolist(), strict=True):
+            if here:
+                found.setdefault(name, []).append(piece)
         return found
 
     def fill(self, pieces: Mapping[str, Sequence[Piece]], tensors: Iterable[tuple[str, Bits]]) -> None:
@@ -184,13 +185,13 @@ class Twin:
         the first call, if the mirror does not give what vLLM loaded.
         """
         first = not self._places
+        places = dict[str, torch.Tensor]()
         with mock.patch("torch.distributed.all_reduce", self._refuse_to_agree):
             for name, layer in self.layers.items():
                 both = [*self.compared(name)]
                 # A weight takes at least four bits, in the coarsest scheme.
-                if 2 * sum(live.nbytes for _, live, _ in both) < sum(
-                    p.numel() for p in layer.parameters(recurse=False)
-                ):
+                least = sum(p.numel() for p in layer.parameters(recurse=False)) / 2
+                if sum(live.nbytes for _, live, _ in both) < least:
                     raise self._hidden(name, "no tensor holds them")
                 for path, live, new in both:
                     if first and not torch.equal(live, new):
@@ -198,8 +199,9 @@ class Twin:
                             f"{path}: quantizing the published weights again does not give what vLLM loaded;"
                             " start vLLM without --quantization"
                         )
-                    self._places[path] = live
-        return self._places
+                    places[path] = live
+        self._places = places
+        return places
 
     def compared(self, name: str) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Quantize a layer's mirror again. Yields the path of each tensor that the live layer holds, its live
