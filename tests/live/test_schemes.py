@@ -24,12 +24,14 @@ SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1
 MODELS = {
     "experts": Qwen3MoeConfig(**SIZE, **SPARSE),
     "dense": Qwen3Config(**SIZE),
+    "routed": ARCHITECTURES["glm4_moe"].config(),  # router and experts have one bias
     "mla": ARCHITECTURES["deepseek_v2"].config(),
     "reordered": ARCHITECTURES["falcon"].config(),
 }
 # Mixtures of experts come first: vLLM sets their process group up only then.
 EXPERTS = [f"experts:fp8_per_{part}" for part in ("tensor", "channel", "block")]
-EXPERTS += ["experts:mxfp8", "experts:int8_per_channel_weight_only", "mla:fp8_per_channel:ignore"]
+EXPERTS += ["experts:mxfp8", "experts:int8_per_channel_weight_only", "routed:fp8_per_channel"]
+EXPERTS += ["mla:fp8_per_channel:ignore"]
 DENSE = [f"dense:{scheme}" for scheme in ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8")]
 SHARED = ["experts:fp8_per_block", "experts:mxfp8", "dense:fp8_per_block", "dense:mxfp8"]
 REFUSED = {

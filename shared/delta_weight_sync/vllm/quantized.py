@@ -93,12 +93,15 @@ class Twin:
                 " start vLLM without --quantization"
             )
         _log.info("%s, for each worker; available: %s", said, size_text(available))
+        mirrors: dict[torch.nn.Parameter, Any] = {}
+        for module in self.layers.values():
+            for key, parameter in module.named_parameters(recurse=False):
+                if parameter not in mirrors:
+                    mirrors[parameter] = self._mirror_of(parameter)
+                module._parameters[key] = mirrors[parameter]
         for name, module in self.model.named_modules():
-            if name in self.layers:
-                for key, parameter in module.named_parameters(recurse=False):
-                    module._parameters[key] = self._mirror_of(parameter)
-            else:
-                self._share(name, module)
+            if name not in self.layers:
+                self._share(name, module, mirrors)
         self.filled = False
         self._places: dict[str, torch.Tensor] = {}  # path -> words of the live tensor
 
@@ -108,14 +111,18 @@ class Twin:
         memory = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=there)
         mirror = _like(get_accelerator_view_from_cpu_tensor(memory) if there else memory, parameter)
         # Its wrapper would quantize as soon as the layer is complete.
-        while getattr(loader := mirror.weight_loader, "__name__", "") == "online_process_loader":
-            mirror.weight_loader = loader.__wrapped__
+        while getattr(getattr(mirror, "weight_loader", None), "__name__", "") == "online_process_loader":
+            mirror.weight_loader = mirror.weight_loader.__wrapped__
         return mirror
 
-    def _share(self, name: str, module: torch.nn.Module) -> None:
-        """Replace an unquantized module's tensors by the live ones."""
+    def _share(self, name: str, module: torch.nn.Module, mirrors: Mapping[torch.nn.Parameter, Any]) -> None:
+        """Replace an unquantized module's tensors by the live ones, or by those of the mirror if a quantized
+        layer has them, too (a bias of a router, which its experts hold)."""
         theirs = self._modules[name]
         for key, mine in module.named_parameters(recurse=False):
+            if mine in mirrors:
+                module._parameters[key] = mirrors[mine]
+                continue
             parameter = theirs._parameters.get(key)
             if parameter is None or (parameter.dtype, parameter.shape) != (mine.dtype, mine.shape):
                 raise RouteError(
@@ -138,10 +145,11 @@ class Twin:
         return learned
 
     def _problem(self, filled: set[int]) -> str:
+        layers = [self._modules[name] for name in self.layers]
+        known = filled | {routes.storage_of(p) for layer in layers for p in layer.parameters(recurse=False)}
         for name, parameter in self._live.named_parameters():
             served = parameter.numel() and not parameter.is_meta
-            plain = name.rpartition(".")[0] not in self.layers
-            if served and plain and routes.storage_of(parameter) not in filled:
+            if served and routes.storage_of(parameter) not in known:
                 return (
                     f"{name}: vLLM computes it from other weights, so deltas would not update it; leave these"
                     " unquantized by an `ignore` in --quantization-config (kv_b_proj for MLA), or start vLLM"
