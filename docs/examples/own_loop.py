@@ -37,10 +37,12 @@ def main(policy: str, url: str, steps: int = 5) -> None:
             publisher.publish(model, step=0)
             publisher.save_state(model, optimizer, extra=done)
         for step in range(done["step"] + 1, int(steps) + 1):
-            model(input_ids=tokens, labels=tokens).loss.backward()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             publisher.publish(model, step)
+            publisher.log_metrics({"loss": loss.item()}, step)  # for the dashboard
             end = step == int(steps)  # before the end, a state is saved every few minutes
             publisher.save_state(model, optimizer, extra={"step": step}, final=end)
         newest = publisher.flush()
