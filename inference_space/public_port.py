@@ -54,7 +54,7 @@ ROUTES = (
 # CORS headers that let any site read the answer. The host is replaced, because a client can send any host.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent"
-    b" x-policy-min-sync".split()
+    b" x-policy-exact-sync x-policy-min-sync".split()
 )
 _HOST = (b"host", b"replica")
 

@@ -83,13 +83,69 @@ def test_a_commit_that_fails_changes_nothing(trainer: Trainer, replica: Replica)
     assert not event["joined"]
 
 
-def test_a_request_that_needs_newer_weights_is_refused(trainer, replica):
+def test_a_request_that_needs_other_weights_is_refused(trainer, replica):
     replica.wait_for(trainer.publisher.version)
-    for sync, status in ((trainer.syncs, 200), (trainer.syncs + 1, 503), ("new", 400)):
-        asked = {"json": body([PROMPT], 1), "headers": HEADERS | {"x-policy-min-sync": str(sync)}}
+    now = trainer.syncs
+    newer = f"has sync {now}, but the request needs sync {now + 1}: use another server"
+    exact = f"has sync {now}, but the request needs sync {now - 1} alone: use another server"
+    number = "must be the number of a sync"
+    for header, sync, status, sentence in (
+        ("x-policy-min-sync", now, 200, ""),
+        ("x-policy-min-sync", now + 1, 503, newer),
+        ("x-policy-min-sync", "new", 400, number),
+        ("x-policy-exact-sync", now, 200, ""),
+        ("x-policy-exact-sync", now + 1, 503, newer),
+        ("x-policy-exact-sync", now - 1, 409, exact),
+        ("x-policy-exact-sync", "new", 400, number),
+    ):
+        asked = {"json": body([PROMPT], 1), "headers": HEADERS | {header: str(sync)}}
         answer = httpx.post(f"{replica.url}/v1/completions", **asked, timeout=PATIENCE_S)
         assert answer.status_code == status, answer.text
-        assert status != 503 or f"needs sync {sync}: use another server" in answer.json()["error"]["message"]
+        assert sentence in answer.text
+        assert ("retry-after" in answer.headers) == (status == 503)
+
+
+def test_an_answer_that_must_be_exact_has_tokens_of_one_version_or_is_an_error(trainer, replica):
+    """Commits come all the time. Unless an answer was finished before the next one, it is refused."""
+    replica.wait_for(trainer.publisher.version)
+    enough = Event()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        asked = [pool.submit(ask_exactly, enough, replica, i % 2 == 0) for i in range(CLIENTS // 4)]
+        for _ in range(COMMITS):
+            update(trainer, replica)
+        enough.set()
+        answers = [answer for future in asked for answer in future.result()]
+    for streams in (True, False):
+        assert any("changed while it answered" in text for streamed, text in answers if streamed is streams)
+    # Now nothing changes, so the same requests are answered.
+    assert ask_exactly(enough, replica, True) == [(True, "")]
+    assert ask_exactly(enough, replica, False) == [(False, "")]
+
+
+def ask_exactly(enough: Event, replica: Replica, streams: bool) -> list[tuple[bool, str]]:
+    """Ask for tokens of the sync that is served; returns what each request was told, "" for an answer."""
+    found = []
+    while not found or not enough.is_set():
+        sync = made_by(httpx.get(f"{replica.url}/v1/models", headers=HEADERS))[0]["weights"]["sync"]
+        headers = HEADERS | {"x-policy-exact-sync": str(sync)}
+        asked = {**body([PROMPT], LONG), "stream": streams}
+        answer = httpx.post(f"{replica.url}/v1/completions", json=asked, headers=headers, timeout=PATIENCE_S)
+        if streams and answer.status_code == 200:
+            *_, last, done = filter(None, answer.text.splitlines())
+            assert done == "data: [DONE]"
+            ended = json.loads(last.removeprefix("data: "))
+            versions = ended.get("policy_versions")
+        else:
+            ended = answer.json()
+            versions = made_by(answer) if answer.status_code == 200 else None
+        if error := ended.get("error"):
+            assert error["code"] in (409, 503), "409: a commit came before the request"
+            found.append((streams, error["message"]))
+        else:
+            ((weights, tokens),) = ((entry["weights"], entry["tokens"]) for entry in versions)
+            assert (weights["sync"], tokens) == (sync, [[0, 0, LONG]])
+            found.append((streams, ""))
+    return found
 
 
 def test_every_choice_of_every_kind_of_answer_has_its_spans(trainer, replica):
@@ -108,10 +164,22 @@ def test_every_choice_of_every_kind_of_answer_has_its_spans(trainer, replica):
         assert made_by(answer) == [{"weights": weights, "tokens": [[0, 0, 5]]}]
         with client.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as stream:
             assert made_by(stream) == [{"weights": weights}], "tokens are not known before the last one"
-            lines = [line for line in stream.iter_lines() if line]
-        assert lines[-1] == "data: [DONE]"
+            assert last_of(stream)["policy_versions"] == [{"weights": weights, "tokens": [[0, 0, 5]]}]
+        counted = {"stream": True, "stream_options": {"include_usage": True}}
+        with client.stream("POST", "/v1/completions", json={**two_of_two, **counted}) as stream:
+            last = last_of(stream)
+        assert last["policy_versions"] == [{"weights": weights, "tokens": tokens}]
+        assert last["usage"]["completion_tokens"] == 12
         assert made_by(client.get("/v1/models")) == [{"weights": weights}]
 
 
 def made_by(answer: httpx.Response) -> Any:
     return json.loads(answer.headers["x-policy-versions"])
+
+
+def last_of(stream: httpx.Response) -> Any:
+    """The last chunk of a stream; no other has versions."""
+    *chunks, last, done = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    assert done == "[DONE]"
+    assert not any("policy_versions" in json.loads(chunk) for chunk in chunks)
+    return json.loads(last)

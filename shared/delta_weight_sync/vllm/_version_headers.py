@@ -11,14 +11,23 @@ set `return_weight_versions`. Here all clients get them: a patch reads the outpu
 An entry without `tokens` stands for the whole answer. It names the version that was served when the request
 came. This is the only entry before vLLM 0.32, of a streamed answer, and if the header would be too long.
 
-A second header, `x-policy-logprobs`, names vLLM's `logprobs_mode`. At a temperature other than 1, a trainer
+The headers of a streamed answer leave before its versions are known. So its last chunk, the one before
+`[DONE]`, has them in the field `policy_versions`, in the form of the header. (Clients ignore fields that they
+do not know, but many cannot read an event stream with comments.) Before vLLM 0.32, two entries without
+`tokens` name the versions served at the start and at the end.
+
+Another header, `x-policy-logprobs`, names vLLM's `logprobs_mode`. At a temperature other than 1, a trainer
 can use only `processed_logprobs`.
 
 A request can demand recent weights. With `x-policy-min-sync: 38`, a server with weights of an earlier sync
-answers 503, so that clients and routers try another server, or the same server later.
+answers 503, so that clients and routers try another server, or the same server later. With
+`x-policy-exact-sync: 38`, all tokens come from this sync: a server with weights of a later sync answers 409,
+because it will not go back. If the weights change while the server generates, it answers 503. The status of a
+stream has been sent by then, so an error takes the place of the last chunk.
 """
 
 import functools
+import itertools
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -35,6 +44,7 @@ from delta_weight_sync.vllm.engine import label_of
 
 Choices = list[CompletionOutput]
 MIN_SYNC = "x-policy-min-sync"
+EXACT_SYNC = "x-policy-exact-sync"
 _PATHS = ("/v1/", "/inference/")
 _LONGEST = 8000  # bytes; common clients refuse headers of more than 8190 bytes
 _json = functools.partial(json.dumps, separators=(",", ":"))
@@ -45,10 +55,7 @@ _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices 
 def version_headers(
     app: Any, serving: Callable[[], Manifest | None], logprobs_mode: Callable[[], str] = lambda: ""
 ) -> Any:
-    """ASGI middleware that refuses requests which need newer weights, and adds the header to responses.
-
-    A streamed response begins before its versions are known, so its header names only the version served when
-    the request came. Its tokens are of this version or newer, unless the owner goes back to an older version.
+    """ASGI middleware that adds versions to answers, and refuses requests that need other weights.
 
     `serving` returns the version whose weights are live, or None if no version is served. `logprobs_mode`
     returns vLLM's option of this name, "" if it is not known.
@@ -60,53 +67,136 @@ def version_headers(
         if scope["type"] != "http" or not scope["path"].startswith(_PATHS):
             return await app(scope, receive, send)
         live = serving()
-        prompts = list[Choices]()
-        asked = dict(scope["headers"]).get(MIN_SYNC.encode())
-        if asked and (refusal := _refusal(asked, live)):
-            return await refusal(scope, receive, send)
-        _prompts.set(prompts)
-
-        async def send_with_header(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                versions = _versions(prompts, live)
-                added = {b"x-policy-versions": versions, b"x-policy-logprobs": logprobs_mode()}
-                found = [(name, value.encode()) for name, value in added.items() if value]
-                message = {**message, "headers": [*message["headers"], *found]}
-            await send(message)
-
-        return await app(scope, receive, send_with_header)
+        headers = dict(scope["headers"])
+        for name in (MIN_SYNC, EXACT_SYNC):
+            asked = headers.get(name.encode())
+            if asked and (refusal := _refusal(name, asked, live)):
+                return await refusal(scope, receive, send)
+        reply = _Reply(send, live, serving, logprobs_mode(), exact=headers.get(EXACT_SYNC.encode()))
+        _prompts.set(reply.prompts)
+        await app(scope, receive, reply.send)
+        if reply.refusal:
+            await reply.refusal(scope, receive, send)
+        return None
 
     return answer
 
 
-def _refusal(asked: bytes, serving: Manifest | None) -> JSONResponse | None:
-    """The answer to a request that asks for sync `asked` or newer; None if the live weights are that new."""
-    has = f"has sync {serving.sync}" if serving else "serves no version now"
+class _Reply:
+    """Adds versions to vLLM's answer to one request."""
+
+    def __init__(
+        self,
+        send: Any,
+        live: Manifest | None,
+        serving: Callable[[], Manifest | None],
+        logprobs_mode: str,
+        exact: bytes | None,
+    ) -> None:
+        """`live`: the version served when the request came; `exact`: the only sync that may make tokens."""
+        self.prompts = list[Choices]()
+        self.refusal: JSONResponse | None = None  # takes the place of vLLM's answer
+        self._send = send
+        self._live = live
+        self._serving = serving
+        self._logprobs_mode = logprobs_mode
+        self._exact = exact
+        self._streams = False
+        self._held: Any = None  # a chunk that may be the last one
+
+    async def send(self, message: Any) -> None:
+        """Pass on a message of vLLM's ASGI app."""
+        if message["type"] == "http.response.start":
+            content_type = dict(message["headers"]).get(b"content-type", b"")
+            self._streams = content_type.startswith(b"text/event-stream")
+            if message["status"] == 200 and not self._streams:
+                self.refusal = self._changed()
+            versions = "" if self._streams else _versions(self.prompts)
+            if not 0 < len(versions) < _LONGEST:
+                versions = _whole(self._live)
+            added = {b"x-policy-versions": versions, b"x-policy-logprobs": self._logprobs_mode}
+            found = [(name, value.encode()) for name, value in added.items() if value]
+            message = {**message, "headers": [*message["headers"], *found]}
+        if self.refusal:
+            return
+        if self._streams and "body" in message:
+            held = self._held
+            self._held = None
+            if held and message["body"] == b"data: [DONE]\n\n":
+                held = {**held, "body": self._last(held["body"])}
+            if held:
+                await self._send(held)
+            # The last chunk of a choice says why the choice ended. A chunk of token counts has no choice.
+            if b'"choices":' in message["body"] and b'"finish_reason":null' not in message["body"]:
+                self._held = message
+                return
+        await self._send(message)
+
+    def _last(self, chunk: bytes) -> bytes:
+        """The last chunk of a stream, with the versions that made its tokens."""
+        if refusal := self._changed():
+            return b"data: %b\n\n" % refusal.body
+        versions = _versions(self.prompts) or _whole(self._live, self._serving())
+        end = chunk.rindex(b"}")
+        return chunk[:end] + b',"policy_versions":%b' % (versions or "[]").encode() + chunk[end:]
+
+    def _changed(self) -> JSONResponse | None:
+        """The refusal of an answer that has tokens of another sync than the request needs."""
+        if self._exact is None:
+            return None
+        # Published weights have the follower's labels, which are JSON objects.
+        spans = itertools.chain(*(choice.weight_versions or () for choice in itertools.chain(*self.prompts)))
+        labels = {span.version for span in spans}
+        syncs = {json.loads(label)["sync"] if label.startswith("{") else None for label in labels}
+        if not syncs - {int(self._exact)}:
+            return None
+        has = f"has sync {live.sync} now" if (live := self._serving()) else "serves no version now"
+        return _refuse(
+            503,
+            f"this server's weights changed while it answered: it {has}, but the request needs sync"
+            f" {int(self._exact)} alone: use another server, or ask for a newer sync",
+        )
+
+
+def _refusal(header: str, asked: bytes, live: Manifest | None) -> JSONResponse | None:
+    """The answer to a request whose `header` asks for a sync; None if `live` may answer the request."""
+    has = f"has sync {live.sync}" if live else "serves no version now"
+    exact = header == EXACT_SYNC
     if not (asked.isdigit() and len(asked) < 19):
-        status = 400
-        sentence = f"{MIN_SYNC} must be the number of a sync"
-    elif serving is None or serving.sync < int(asked):
-        status = 503
-        needs = f"the request needs sync {int(asked)}"
-        sentence = f"this server {has}, but {needs}: use another server, or try again later"
-    else:
-        return None
+        return _refuse(400, f"{header} must be the number of a sync")
+    needs = f"this server {has}, but the request needs sync {int(asked)}"
+    if exact and not hooks.LABELS.works():
+        return _refuse(501, f"{header} needs vLLM 0.32 or newer, which says which weights made each token")
+    if live is None or live.sync < int(asked):
+        return _refuse(503, f"{needs}: use another server, or try again later")
+    if exact and live.sync > int(asked):
+        return _refuse(409, f"{needs} alone: use another server, or ask for a newer sync")
+    return None
+
+
+def _refuse(status: int, sentence: str) -> JSONResponse:
     error = {"message": sentence, "type": "refused", "code": status}
     return JSONResponse({"error": error}, status, {"Retry-After": "1"} if status == 503 else None)
 
 
-def _versions(prompts: list[Choices], serving: Manifest | None) -> str:
-    """The header's value; "" if no version is known."""
+def _versions(prompts: list[Choices]) -> str:
+    """The versions of all finished choices; "" if none is known."""
     tokens = dict[str, list[tuple[int, int, int]]]()
-    for number, choice in enumerate(choice for prompt in prompts for choice in prompt):
+    # A stream's choices finish in any order.
+    choices = (choice for prompt in prompts for choice in sorted(prompt, key=lambda choice: choice.index))
+    for number, choice in enumerate(choices):
         for span in choice.weight_versions or ():
             tokens.setdefault(span.version, []).append((number, span.start, span.end))
     # The follower's labels are JSON objects. vLLM's own, such as "default", are not.
     weights = ((known if known.startswith("{") else "null", places) for known, places in tokens.items())
     text = ",".join(f'{{"weights":{known},"tokens":{_json(places)}}}' for known, places in weights)
-    if text and len(text) < _LONGEST:
-        return f"[{text}]"
-    return f'[{{"weights":{label_of(serving)}}}]' if serving else ""
+    return text and f"[{text}]"
+
+
+def _whole(*served: Manifest | None) -> str:
+    """Versions of an answer whose tokens have no labels; "" if none was served."""
+    text = ",".join(f'{{"weights":{label_of(each)}}}' for each in served if each)
+    return text and f"[{text}]"
 
 
 @functools.wraps(_plain)
@@ -116,6 +206,5 @@ async def _generate(*args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, 
         prompts.append(choices)
     async with aclosing(_plain(*args, **kwargs)) as outputs:
         async for output in outputs:
-            if output.finished:
-                choices.extend(output.outputs)
+            choices.extend(choice for choice in output.outputs if choice.finished())
             yield output
