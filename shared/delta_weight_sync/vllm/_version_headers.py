@@ -135,7 +135,7 @@ class _Reply:
     def _last(self, chunk: bytes) -> bytes:
         """The last chunk of a stream, with the versions that made its tokens."""
         if refusal := self._changed():
-            return b"data: %b\n\n" % refusal.body
+            return b"data: %b\n\n" % bytes(refusal.body)
         versions = _versions(self.prompts) or _whole(self._live, self._serving())
         end = chunk.rindex(b"}")
         return chunk[:end] + b',"policy_versions":%b' % (versions or "[]").encode() + chunk[end:]
