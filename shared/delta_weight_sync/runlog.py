@@ -167,6 +167,15 @@ class Quantization(Record):
     changed: Count  # how many bytes of these tensors the last commit changed
 
 
+class Drafts(Record):
+    """How vLLM decodes speculatively. `accepted / drafted` is its acceptance rate."""
+
+    method: Word  # vLLM's name: "ngram", "draft_model", "mtp", ...
+    kept: Line = ""  # why the draft keeps the weights that it started with; "" if it follows or has none
+    drafted: Count | None = None  # tokens that were proposed since vLLM started; None if vLLM does not count
+    accepted: Count | None = None  # of these, the tokens that vLLM used
+
+
 class ReplicaReport(Record):
     """A replica's answer to `/status?after=<version>`: its status, and its commits of newer versions."""
 
@@ -180,6 +189,7 @@ class ReplicaReport(Record):
     # vLLM's values for sampling parameters that a request leaves out, if they are not the neutral ones.
     sampling_defaults: dict[Word, Number] = Field(default={}, max_length=16)
     quantized: Quantization | None = None  # None if vLLM does not quantize
+    drafts: Drafts | None = None  # None if vLLM does not decode speculatively
 
 
 class ScoreEvent(Record):

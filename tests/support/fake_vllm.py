@@ -35,6 +35,9 @@ class InMemoryVllm:
     def describe(self) -> str:
         return "a vLLM in memory"
 
+    def drafts(self) -> None:
+        """It decodes token by token."""
+
     def sampling(self) -> tuple[str, dict[str, float]]:
         return (PROCESSED if self._alive else ""), {}
 

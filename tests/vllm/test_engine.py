@@ -203,6 +203,7 @@ def test_options_that_move_weights_are_refused(part, option, sentence):
         parallel_config=SimpleNamespace(**PARALLEL),
         model_config=SimpleNamespace(enable_sleep_mode=False, quantization=None),
         lora_config=None,
+        speculative_config=None,
         offload_config=SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=0)),
     )
     kept = vars(getattr(config, part) or SimpleNamespace())

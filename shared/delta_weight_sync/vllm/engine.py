@@ -17,7 +17,7 @@ from typing import Any
 from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError, EngineError, WorkerError
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.runlog import Quantization
+from delta_weight_sync.runlog import Drafts, Quantization
 from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks, takes_images
 from delta_weight_sync.vllm.disk import Dtypes, Shapes
 
@@ -47,6 +47,7 @@ class Engine:
     """
 
     quantized: Quantization | None = None  # of the weights that are live
+    _drafts: dict[str, str] | None = None  # the workers' answer about their draft
     _asked_for_sampling: Any = None
     _sampling: tuple[str, dict[str, float]]
 
@@ -76,6 +77,14 @@ class Engine:
         lacking = [f"no {each.what}" for each in hooks.FEATURES if each.applies() and each.missing()]
         return "; ".join((f"{name} {version}, commits {how}", *lacking))
 
+    def drafts(self) -> Drafts | None:
+        """What vLLM drafts with, and its counts of draft tokens; None if it does not decode speculatively."""
+        if self._drafts is None:
+            return None
+        from delta_weight_sync.vllm.drafts import read_counts  # imports torch
+
+        return read_counts(self._drafts)
+
     def alive(self) -> bool:
         """Whether vLLM still answers."""
         return not self._client.errored
@@ -102,9 +111,12 @@ class Engine:
                 CommitError.kind,
             )
         self._until_done(self._ask("warm"))  # compiles kernels while vLLM generates; `learn` makes vLLM wait
-        answer = self._ask("learn", shapes=shapes, dtypes=dtypes)[0]
-        self._note(answer)
-        return str(answer["digest"])
+        answers = self._ask("learn", shapes=shapes, dtypes=dtypes)
+        self._note(answers[0])
+        # With pipeline parallelism, only the last worker has a draft.
+        told = [answer["drafts"] for answer in answers if "drafts" in answer]
+        self._drafts = max(told, key=lambda draft: bool(draft["kept"]), default=None)
+        return str(answers[0]["digest"])
 
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:
         """Stage delta files, in this order, while vLLM generates; then commit them between two steps.

@@ -18,6 +18,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef, Manifest
 from delta_weight_sync.runlog import (
     CommitEvent,
+    Drafts,
     ReplicaEvent,
     ReplicaReport,
     TrafficEvent,
@@ -105,6 +106,8 @@ class Follower:
         self._learned = _NONE  # the tensors whose places vLLM knows
         self._healing = False  # whether a heal is still to be done
         self._heal_refusal = ""  # why vLLM refused a heal; reported until the next commit or heal
+        self._watching = Guard("the count of draft tokens")
+        self._drafted = 0, 0  # draft tokens, and accepted ones, when the served version was logged
         self._unmoved = 0  # how many of the newest versions changed no quantized weight
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
@@ -154,6 +157,9 @@ class Follower:
         with self._counting:
             traffic = traffic_event(self._reader.bucket.ledger.counts(), self._name, self._since)
         mode, defaults = self._engine.sampling()
+        drafts = self._drafts()
+        if drafts and drafts.kept:
+            notice = f"{notice}; {_outdated(drafts)}"
         return ReplicaReport(
             status=status,
             commits=commits,
@@ -163,7 +169,23 @@ class Follower:
             logprobs_mode=mode,
             sampling_defaults=defaults,
             quantized=self._engine.quantized if serving else None,
+            drafts=drafts,
         )
+
+    def _drafts(self) -> Drafts | None:
+        with self._watching:
+            return self._engine.drafts()
+        return None
+
+    def _accepted(self) -> str:
+        """The share of accepted draft tokens since the last version, as the end of a line of the log."""
+        drafts = self._drafts()
+        if not drafts or drafts.drafted is None or drafts.accepted is None:
+            return ""
+        before = self._drafted
+        self._drafted = drafts.drafted, drafts.accepted
+        drafted, accepted = (now - then for now, then in zip(self._drafted, before, strict=True))
+        return f", and {accepted} of {drafted} draft tokens were accepted" if drafted > 0 else ""
 
     def _warning(self) -> str:
         return (
@@ -355,6 +377,8 @@ class Follower:
                     errors.CodecError.kind,
                 )
             self._learned = tensors
+            if (drafts := self._drafts()) and drafts.kept:
+                _log.warning("replica %s: %s", self._name, _outdated(drafts))
 
     def _require_patience(self, manifest: Manifest) -> None:
         if not self._starting.allows("vLLM"):
@@ -408,4 +432,12 @@ class Follower:
         )
         self._commits.append(event)  # first: a report of this version has its commit, too
         self.serving = self._served_last = manifest
-        self._note("serving", line=f"serves version {manifest.version}, digest {manifest.digest}")
+        line = f"serves version {manifest.version}, digest {manifest.digest}{self._accepted()}"
+        self._note("serving", line=line)
+
+
+def _outdated(drafts: Drafts) -> str:
+    return (
+        f"the draft ({drafts.method}) keeps the weights that it started with, so vLLM will accept fewer of"
+        f" its tokens as training goes on: {drafts.kept}"
+    )

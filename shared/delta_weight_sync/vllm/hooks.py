@@ -118,6 +118,12 @@ def _quantized(probe: Probe) -> None:
     probe.attributes("vllm.config", "CompilationConfig", "static_forward_context", "static_all_moe_layers")
 
 
+def _drafts(probe: Probe) -> None:
+    """`drafts` finds the parameters of a draft, and where vLLM loaded it from."""
+    probe.find("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_draft_model")
+    probe.attributes("vllm.config", "SpeculativeConfig", "method", "draft_model_config")
+
+
 def _cpu(probe: Probe) -> None:
     """`cpu` keeps vLLM from packing weights, because vLLM would then ignore changes. (So would vllm/0005.)"""
     probe.exactly(f"{_LAYERS}.utils", "dispatch_cpu_unquantized_gemm", "layer", "remove_weight")
@@ -201,6 +207,12 @@ QUANTIZED = Feature(
     without="a replica with --quantization is refused",
     since="0.32",
 )
+DRAFTS = Feature(
+    VLLM,
+    "drafts that follow the run",
+    _drafts,
+    without="a draft keeps the weights that it started with",
+)
 CPU = Feature(VLLM, "live weights on a CPU", _cpu, upstream="vllm/0005", only_cpu=True)
 CPU_EXPERTS = Feature(
     VLLM,
@@ -252,6 +264,7 @@ FEATURES: tuple[Feature, ...] = (
     ENGINES,
     DERIVED,
     QUANTIZED,
+    DRAFTS,
     CPU,
     CPU_EXPERTS,
     CPU_CONVOLUTIONS,

@@ -139,17 +139,24 @@ def record(
             raise RouteError(f"vLLM's loader fails on probes ({reason})")
         recorder.unroutable |= failed
         recorder.reached |= touched  # of failed tensors; in commits, vLLM's loader fills these parameters
-    for name, parameter in model.named_parameters():
-        served = parameter.numel() and not parameter.is_meta  # --language-model-only leaves towers on meta
-        if served and storage_of(parameter) not in recorder.reached:
-            raise RouteError(
-                f"{name}: no weight of the run fills this parameter of vLLM's model: start vLLM with the"
-                " run's own model, which `delta-weight-sync checkout` writes"
-            )
+    if name := _unfilled(model, recorder.reached):
+        raise RouteError(
+            f"{name}: no weight of the run fills this parameter of vLLM's model: start vLLM with the"
+            " run's own model, which `delta-weight-sync checkout` writes"
+        )
     problem = problem_of(recorder.reached) if problem_of else stale(model, recorder.reached)
     if problem:
         raise RouteError(problem)
     return recorder
+
+
+def _unfilled(model: torch.nn.Module, reached: Container[int]) -> str:
+    """The first parameter whose storage is not in `reached`; "" if there is none."""
+    for name, parameter in model.named_parameters():
+        served = parameter.numel() and not parameter.is_meta  # --language-model-only leaves towers on meta
+        if served and storage_of(parameter) not in reached:
+            return name
+    return ""
 
 
 class Recorder(TorchDispatchMode):
@@ -376,8 +383,38 @@ def learn(
         if name not in sources:
             pieces = tuple(piece for copy in recorder.copies[name] for piece in _pieces(*copy))
             routes[name] = Route(tuple(shape), pieces)
-            sources[name] = tuple(Geometry(p.source.offset, *joined(*p.source[1:])) for p in pieces)
+            sources[name] = _sources(pieces)
     return Learned(routes, sources)
+
+
+def with_copy(
+    learned: Learned, model: torch.nn.Module, copy: torch.nn.Module, shapes: Shapes, dtypes: Dtypes
+) -> Learned:
+    """Add the places of the tensors in a second model, which may share parameters with `model`. What only the
+    second model has is learned, too. Raises `RouteError` if deltas cannot update all of it."""
+    shared = {storage_of(parameter) for parameter in model.parameters()}
+    recorder = Recorder(copy, shapes, dtypes)
+    if reason := recorder.load(shapes):
+        raise RouteError(f"vLLM's loader fails on probes ({reason})")
+    if name := _unfilled(copy, recorder.reached | shared):
+        raise RouteError(f"the run has no weights for {name}")
+    if problem := stale(copy, recorder.reached | shared):
+        raise RouteError(problem)
+    routes = dict(learned.routes)
+    sources = dict(learned.sources)
+    for name, copies in recorder.copies.items():
+        apart = [(target, source) for target, source in copies if storage_of(target) not in shared]
+        if name in recorder.unroutable or (apart and name not in routes):
+            raise RouteError(f"{name}: {recorder.unroutable.get(name, sources[name])}")
+        if apart:
+            pieces = tuple(piece for each in apart for piece in _pieces(*each))
+            routes[name] = Route(routes[name].shape, routes[name].pieces + pieces)
+            sources[name] = _sources(routes[name].pieces)
+    return Learned(routes, sources)
+
+
+def _sources(pieces: Sequence[Piece]) -> tuple[Geometry, ...]:
+    return tuple(Geometry(p.source.offset, *joined(*p.source[1:])) for p in pieces)
 
 
 def ownership(

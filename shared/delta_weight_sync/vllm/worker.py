@@ -3,7 +3,7 @@
 The plugin gives every vLLM worker one method, which the follower calls on all of them by `collective_rpc`:
 
     delta_weight_sync(op="warm")                               -> {"done"}    begins to compile, in a thread
-    delta_weight_sync(op="learn", shapes={...}, dtypes={...})  -> {"digest"}  of the live weights
+    delta_weight_sync(op="learn", shapes={...}, dtypes={...})  -> {"digest"}  of the live weights; "drafts"
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins to stage, in a thread
     delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    stages what differs from it
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
@@ -54,6 +54,7 @@ from delta_weight_sync.collectives import all_to_all
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm import cpu, memory, routes
+from delta_weight_sync.vllm.drafts import Draft
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Memory, Step, Table
 from delta_weight_sync.vllm.routes import Dtypes, Geometry, Learned, Piece, Route, Shapes
 
@@ -328,6 +329,7 @@ class DeltaWorker:
     """What one vLLM worker keeps between two calls of the plugin's method."""
 
     weights: LiveWeights  # from the first `learn` on
+    _draft: Draft | None = None
 
     def __init__(self, worker: Any) -> None:
         """`worker`: vLLM's worker, with a loaded model. All workers must do this at the same time."""
@@ -335,6 +337,7 @@ class DeltaWorker:
         if reason := _unsupported(config):
             raise errors.RouteError(reason)
         self._model = worker.get_model()
+        self._draft = Draft(worker) if config.speculative_config else None
         self._config = config
         if self._device.type == "cpu":
             cpu.self_test(self._model)
@@ -380,10 +383,14 @@ class DeltaWorker:
         if not self._rechecks:
             self._rechecks = Thread(target=_recheck, args=(weakref.ref(self),), name="recheck", daemon=True)
             self._rechecks.start()
-        return {"digest": to_hex(self._digest)}
+        answer: Answer = {"digest": to_hex(self._digest)}
+        if self._draft:
+            answer["drafts"] = {"method": self._draft.method, "kept": self._draft.kept}
+        return answer
 
     def _find(self, shapes: Shapes, dtypes: Dtypes) -> Learned:
-        return routes.learn(self._model, shapes, dtypes)
+        learned = routes.learn(self._model, shapes, dtypes)
+        return self._draft.follow(learned, self._model, shapes, dtypes) if self._draft else learned
 
     def _weights(
         self, routes: dict[str, Route], owned: dict[str, tuple[int, ...]], fallback: Fallback
