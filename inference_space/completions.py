@@ -118,7 +118,7 @@ def _check_messages(messages: Any) -> None:
             parts += content
         elif not isinstance(content, str | None):
             raise ValueError(wrong)
-    # For a part with a URL, such as an image, vLLM would request the URL. No replica serves such models.
+    # For a part with a URL, such as an image, vLLM would request the URL. So a Space takes only text.
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
         raise ValueError(wrong)
     if max(len(messages), len(parts)) > MAX_ENTRIES or _values_in(messages) > MAX_VALUES:

@@ -62,9 +62,8 @@ class Engine:
             max_model_len=512,
             block_size=BLOCK,
             kv_cache_memory_bytes=32 << 20,
-            enable_chunked_prefill=False,
             distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
-            **options,
+            **{"enable_chunked_prefill": False, **options},
         )
         self.core = self._llm.llm_engine.engine_core.engine_core
         self.model = self.core.model_executor.driver_worker.worker.model_runner.model

@@ -1,11 +1,13 @@
 """Commits between two engine steps, as one uninterrupted action: no `pause_generation`, no preemption.
 
 vLLM handles `collective_rpc` between two steps, so a call with op "commit" needs no pause. If all workers
-succeed, two more things happen between the same two steps. (vLLM itself does them only in a pause.)
+succeed, more happens between the same two steps. (vLLM itself does them only in a pause.)
 
 - Cached prefixes are forgotten. Running requests keep their keys and values (as in PipelineRL), but from then
   on, each running request hashes its blocks with its own secret salt. So new requests find no keys and values
   of older weights, neither cached before the commit nor added later by a running request.
+- Encoded images and other media are forgotten, so that new requests, and running ones that have not read them
+  yet, encode them with the new weights.
 - The label of new tokens changes. With async scheduling, a step may be under way on the device. Its results
   were computed with the old weights and keep the old label.
 
@@ -32,6 +34,7 @@ from typing import Any
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -112,6 +115,11 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
     if any("error" in answer for answer in answers):
         return answers
     forget_prefixes(core.scheduler.kv_cache_manager, core.scheduler.requests.values())
+    if takes_images(core.vllm_config.model_config):
+        # `EngineCore.reset_encoder_cache` does the same, but warns if requests are running. vLLM's scheduler
+        # encodes again what it needs, as after it has evicted an image.
+        core.scheduler.reset_encoder_cache()
+        core.model_executor.reset_encoder_cache()
     # `batch_queue` holds the steps under way. If some began before an earlier commit, `stale` already has
     # their labels. The others began after that commit: add, for each of them, the label that is replaced now.
     stale: deque[str] = vars(core).setdefault(_STALE, deque())
@@ -171,7 +179,10 @@ def _other_caches(core: EngineCore) -> str:
     problems = {
         "prefixes outside of vLLM; drop --kv-transfer-config": scheduler.connector,
         "encoder results outside of vLLM; drop --ec-transfer-config": scheduler.ec_connector,
-        "encoded images; add --language-model-only": takes_images(core.vllm_config.model_config),
+        "encoded media in an unknown way; add --language-model-only": takes_images(
+            core.vllm_config.model_config
+        )
+        and not (hooks.MEDIA.works() and type(scheduler.encoder_cache_manager) is EncoderCacheManager),
         "prefixes in an unknown way; serve another model": any(
             type(group.block_pool) is not BlockPool for group in groups
         ),

@@ -104,7 +104,8 @@ class Engine:
         """Find a run's tensors in vLLM's parameters; returns the digest of the live weights."""
         config = self._client.vllm_config
         keeps = config.kv_transfer_config or config.ec_transfer_config
-        if not commits_between_steps() and (keeps or takes_images(config.model_config)):
+        images = takes_images(config.model_config) and not hooks.MEDIA.works()
+        if not commits_between_steps() and (keeps or images):
             raise EngineError(
                 "this vLLM would reuse results of old weights; drop --kv-transfer-config and "
                 "--ec-transfer-config, and add --language-model-only",
@@ -141,6 +142,8 @@ class Engine:
                 raise EngineError("vLLM kept prefixes of old weights, so nothing was written")
             answers = await self._call("commit", digest=digest, label=label)
             self._note(answers[0])
+            if takes_images(self._client.vllm_config.model_config):
+                await self._client.reset_encoder_cache()
             await self._client.update_weight_version(label)
         finally:
             if not held:

@@ -56,6 +56,16 @@ def _in_step(probe: Probe) -> None:
     probe.accepts(manager, "KVCacheManager.allocate_slots", "request", "num_new_tokens")
 
 
+def _media(probe: Probe) -> None:
+    """`_step_commit` and `engine` let vLLM forget encoded images."""
+    probe.find("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager")
+    probe.attributes(
+        "vllm.v1.core.sched.scheduler", "Scheduler", "encoder_cache_manager", "reset_encoder_cache"
+    )
+    probe.find("vllm.v1.executor.abstract", "Executor.reset_encoder_cache")
+    probe.find(_CLIENT, "AsyncLLM.reset_encoder_cache")
+
+
 def _paused(probe: Probe) -> None:
     """`engine` stops all steps, lets vLLM forget keys and values, labels later tokens, and continues."""
     probe.accepts(_CLIENT, "AsyncLLM.pause_generation", "mode", "clear_cache")
@@ -171,6 +181,12 @@ PAUSED = Feature(
     _paused,
     without="if commits between two steps are off too, vLLM takes no commits",
 )
+MEDIA = Feature(
+    VLLM,
+    "models that take images",
+    _media,
+    without="such a model is refused without --language-model-only",
+)
 LABELS = Feature(
     VLLM,
     "the version of each token",
@@ -259,6 +275,7 @@ FEATURES: tuple[Feature, ...] = (
     WORKER,
     IN_STEP,
     PAUSED,
+    MEDIA,
     LABELS,
     TRANSFER,
     ENGINES,
