@@ -24,6 +24,7 @@ class InMemoryVllm:
     """
 
     quantized: Quantization | None = None
+    what = "vLLM"
 
     def __init__(self) -> None:
         self.starts = 0

@@ -25,6 +25,7 @@ COMMANDS = {
     "wait": "wait until replicas serve a version",
     "push": "write one version to the Hub as an ordinary model repository",
     "evaluate": "score versions with a command, and write the scores into the run's log",
+    "serve": "serve the newest version by vLLM or transformers, and follow the run",
     "follow": "keep an ordinary Hugging Face checkpoint at the newest version, for any engine",
     "gc": "delete the oldest versions of a run, until the rest fits a size or an age",
     "keygen": "make a pair of keys, to sign the versions of a run and to check the signatures",
@@ -35,6 +36,7 @@ COMMANDS = {
 _MODULES: Final = {  # of the commands that are not in `commands`
     "plan": "plan",
     "doctor": "doctor",
+    "serve": "serve",
     "watch": "watch",
     "tag": "working_set",
     "diff": "working_set",

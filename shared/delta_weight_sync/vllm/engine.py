@@ -48,6 +48,7 @@ class Engine:
 
     quantized: Quantization | None = None  # of the weights that are live
     _drafts: dict[str, str] | None = None  # the workers' answer about their draft
+    what = "vLLM"  # the engine's name in messages
     _asked_for_sampling: Any = None
     _sampling: tuple[str, dict[str, float]]
 

@@ -220,7 +220,7 @@ class Follower:
             self._joining.reset()
             self._holding.reset()
             self._watcher.refresh()
-            raise errors.EngineError("vLLM died; the lines above say why")
+            raise errors.EngineError(f"{self._engine.what} died; the lines above say why")
         if self.commands.healing.is_set():
             self.commands.healing.clear()
             for each in (self._joining, self._starting, self._holding):
@@ -365,15 +365,17 @@ class Follower:
             self._starting.failed("vLLM")  # counts as a failure, so that the next start must wait
             self.serving = None
             self._learned = _NONE
-            self._note(f"starting vLLM with version {manifest.version}")
+            self._note(f"starting {self._engine.what} with version {manifest.version}")
             self._engine.start(folder)
         if tensors != self._learned:
             found = self._engine.learn(*tensors)
             if started and found != manifest.digest:
                 self._engine.stop()  # else the next try would find vLLM started, and skip this check
+                what = self._engine.what
                 raise errors.EngineError(
-                    f"vLLM loaded weights with digest {manifest.digest}, but the parameters that deltas would"
-                    f" change have digest {found}: vLLM rearranges this model's weights; serve another model",
+                    f"{what} loaded weights with digest {manifest.digest}, but the parameters that deltas"
+                    f" would change have digest {found}: {what} rearranges this model's weights;"
+                    " serve another model",
                     errors.CodecError.kind,
                 )
             self._learned = tensors
@@ -383,8 +385,8 @@ class Follower:
     def _require_patience(self, manifest: Manifest) -> None:
         if not self._starting.allows("vLLM"):
             raise errors.TooSoonError(
-                f"version {manifest.version} needs a restart of vLLM, which was started a short time ago; the"
-                " replica tries again later"
+                f"version {manifest.version} needs a restart of {self._engine.what}, which was started a"
+                " short time ago; the replica tries again later"
             )
 
     # Note what `report` reports.

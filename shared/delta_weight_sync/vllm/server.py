@@ -128,7 +128,7 @@ class Endpoint:
             app.state.delta_weight_sync = settings
         if settings or compat.is_set("VLLM_SERVER_DEV_MODE"):
             key = settings.key if settings else os.environ.get(f"{PREFIX}KEY", "")
-            app.include_router(_router(key), prefix="/delta_weight_sync")
+            app.include_router(router(key), prefix="/delta_weight_sync")
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the follower, in only one of the processes that serve this engine."""
@@ -223,23 +223,25 @@ async def _follower(request: Request) -> Follower:
 _Running = Annotated[Follower, Depends(_follower)]
 
 
-def _router(key: str) -> APIRouter:
+def router(key: str) -> APIRouter:
+    """The routes of the follower `app.state.follower`; without `key`, only its status and the poke."""
+
     def only_with_key(request: Request) -> None:
         if not hmac.compare_digest(key.encode(), request.headers.get(_KEY_HEADER, "").encode()):
             message = "send the server's DELTA_WEIGHT_SYNC_KEY in the header X-Delta-Weight-Sync-Key"
             raise HTTPException(401, message)
 
-    router = APIRouter()
+    routes = APIRouter()
     owner = APIRouter(dependencies=[Depends(only_with_key)])
 
-    @router.get("/status")
+    @routes.get("/status")
     async def status(follower: _Running, after: int = -1) -> ReplicaReport:
         """Return version, digest and state, and the commits of versions after `after`."""
         return follower.report(after)
 
     # Many pokes in a row cost little: after the first few, they cause only one poll per interval. But all
     # replicas of a Hub account share one request quota. So pokes need the key if the server has one.
-    @router.post("/poke", dependencies=owner.dependencies if key else [])
+    @routes.post("/poke", dependencies=owner.dependencies if key else [])
     async def poke(follower: _Running) -> None:
         """Look for a new version now."""
         follower.poke()
@@ -261,5 +263,5 @@ def _router(key: str) -> APIRouter:
             raise HTTPException(404, str(error)) from None
 
     if key:
-        router.include_router(owner)
-    return router
+        routes.include_router(owner)
+    return routes

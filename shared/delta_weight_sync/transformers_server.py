@@ -1,0 +1,322 @@
+"""Serves a run by transformers, without vLLM: its API like OpenAI's, with live weights that follow the run.
+
+The handlers of requests are those of `transformers serve`. They get one model, which the follower changes in
+place: as everywhere, a commit writes all changes or none, and the digest of the live weights proves it.
+
+One thread generates and commits, one after the other. So one version makes a whole answer, and greedy tokens
+are those of a fresh load. (Continuous batching in `transformers serve` has one temperature for all requests,
+that of the first, and batches add up in another order.)
+
+A tensor of the run must be a tensor of the model, under the same name and with the same dtype. Models for
+which transformers renames or stacks tensors, such as mixtures of experts, are refused: vLLM serves them.
+"""
+
+import logging
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from delta_weight_sync.errors import (
+    CodecError,
+    DeltaWeightSyncError,
+    EngineError,
+    MissingExtraError,
+    RouteError,
+)
+
+try:
+    import torch
+    import uvicorn
+    from fastapi import FastAPI, HTTPException
+    from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.utils import GenerateManager, GenerationState
+except ModuleNotFoundError as error:
+    raise MissingExtraError("serving without vLLM", "serve", error) from error
+
+from delta_weight_sync.checkpoint import dtype_of, words_shape
+from delta_weight_sync.digest import to_hex
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.vllm import MODEL_NAME, worker
+from delta_weight_sync.vllm.disk import Dtypes, Shapes, private_folder
+from delta_weight_sync.vllm.engine import Engine, Times
+from delta_weight_sync.vllm.follower import Follower
+from delta_weight_sync.vllm.guard import KeyGuard
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route, storage_of
+from delta_weight_sync.vllm.server import router, settings_from
+
+# Fields of a request that `transformers serve` ignores: those that do not change the answer, and values of
+# others that do not.
+_HARMLESS: Final = {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"}
+_NEUTRAL: Final = {"n": 1, "best_of": 1, "presence_penalty": 0, "tool_choice": "auto"}
+# What the request that this context serves was made by: the label of the version, and the number of tokens.
+_made: ContextVar[list[tuple[str, int]]] = ContextVar("made")
+_log = logging.getLogger("delta_weight_sync")
+
+
+class TransformersEngine(Engine):
+    """A model of transformers that takes commits between two answers.
+
+    Attributes:
+        model: The live model; None before `start`.
+        tokenizer: Its tokenizer.
+        label: The version of the live weights, as JSON; "null" before the first one.
+        thread: Generates and commits.
+    """
+
+    what = "transformers"
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.tokenizer: Any = None
+        self.label = "null"
+        self.thread = _Thread(self)
+        self._live: worker.LiveWeights | None = None
+        self._digest = 0
+
+    def sampling(self) -> tuple[str, dict[str, float]]:
+        """No log-probabilities are returned."""
+        return "", {}
+
+    def describe(self) -> str:
+        """The release of transformers, and how it takes commits."""
+        return f"transformers {__version__}, commits between two answers"
+
+    def alive(self) -> bool:
+        """Whether a model is loaded."""
+        return self.model is not None
+
+    def serves(self, checkpoint: Path) -> bool:
+        """Whether a model is loaded; `learn` checks that the tensors fit."""
+        return self.alive()
+
+    def start(self, checkpoint: Path) -> None:
+        """Load a checkpoint."""
+        worker.warm_up(torch.device("cpu"))
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval().requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.data = (
+                parameter.data.clone()
+            )  # else it is the file's memory, until something writes to it
+        model.generation_config.do_sample = True  # as in vLLM; the handlers make temperature 0 greedy
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self.model = model
+
+    def stop(self) -> None:
+        """Forget the model."""
+        self.model = None
+        self.label = "null"
+
+    def learn(self, shapes: Shapes, dtypes: Dtypes) -> str:
+        """Find a run's tensors in the model; returns the digest of the live weights."""
+        return str(self._checked(lambda: self._learn(shapes, dtypes)))
+
+    def _learn(self, shapes: Shapes, dtypes: Dtypes) -> str:
+        routes = _routes(self.model, shapes, dtypes)
+        ranks = worker.Ranks(1)
+        fallback = worker.Fallback(self.model, {})
+        self._live = worker.LiveWeights(routes, dict.fromkeys(routes, (0,)), fallback, ranks)
+        self._digest = self._live.digest()
+        return to_hex(self._digest)
+
+    def relabel(self, label: str) -> None:
+        """Put `label` on later answers, for a version that changes no weights."""
+        self.thread.submit(partial(setattr, self, "label", label)).result()
+
+    def _take(self, digest: str, label: str, **what: Any) -> Times:
+        """Stage while the model generates, then commit between two answers."""
+        times: Times = self._checked(lambda: self._stage_and_commit(digest, label, **what))
+        return times
+
+    def _stage_and_commit(
+        self, digest: str, label: str, deltas: Sequence[str] = (), checkpoint: str = ""
+    ) -> Times:
+        assert self._live is not None, "the follower calls `learn` first"
+        started = time.perf_counter()
+        if checkpoint:
+            staged = self._live.stage_checkpoint(Path(checkpoint))
+        else:
+            staged = self._live.stage([*map(Path, deltas)], self._digest)
+        if to_hex(staged.digest) != digest:
+            raise CodecError(
+                f"the staged changes give digest {to_hex(staged.digest)}, but the published one is {digest}"
+            )
+        stage_s = time.perf_counter() - started
+
+        def commit() -> tuple[float, float]:
+            began = time.perf_counter()
+            with torch.no_grad():
+                worker.commit(staged.steps, worker.Ranks(1))
+            self._digest = staged.digest
+            self.label = label
+            return time.perf_counter() - began, time.time()
+
+        commit_s, live_at = self.thread.submit(commit).result()
+        return stage_s, commit_s, commit_s, live_at
+
+    def _checked(self, call: Callable[[], Any]) -> Any:
+        """Raise each error as the follower expects it of an engine."""
+        try:
+            return call()
+        except DeltaWeightSyncError as error:
+            raise EngineError(str(error), error.kind) from error
+
+
+def _routes(model: Any, shapes: Shapes, dtypes: Dtypes) -> dict[str, Route]:
+    """Where each tensor of the run is in the model. Raises `RouteError` unless each is there with its bits,
+    and nothing else is."""
+    tensors = model.state_dict()
+    routes = dict[str, Route]()
+    found = set[int]()
+    use_vllm = "install vLLM, which serves this model"
+    for name, shape in shapes.items():
+        dtype = dtypes.get(name, "BF16")
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise RouteError(f"{name}: transformers' model has no such tensor: {use_vllm}")
+        if dtype_of(tensor) != dtype or words_shape(dtype, tuple(tensor.shape)) != tuple(shape):
+            has = f"{dtype_of(tensor)} {list(tensor.shape)} in transformers' model"
+            raise RouteError(f"{name} is {has}, but {dtype} with words {list(shape)} in the run: {use_vllm}")
+        if tensor.element_size() == 1 or not tensor.is_contiguous():
+            raise RouteError(f"{name} is {dtype} or not contiguous, and cannot be changed here: {use_vllm}")
+        words = tensor.view(-1).view(torch.int16)
+        whole = Geometry(0, (words.numel(),), (1,))
+        routes[name] = Route(tuple(shape), (Piece(words, whole, whole),))
+        found.add(storage_of(tensor))
+    for name, tensor in tensors.items():
+        if tensor.numel() and storage_of(tensor) not in found:
+            raise RouteError(f"{name}: no weight of the run fills this tensor of the model: {use_vllm}")
+    return routes
+
+
+class _Thread(GenerateManager):
+    """Generates one answer after another, commits between them, and notes what made each answer."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Like the original; `fn` generates a whole answer."""
+        made = _made.get()
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            label = self._engine.label
+            sequences = fn(*args, **kwargs)
+            made.append((label, sequences.shape[1] - kwargs["input_ids"].shape[1]))
+            return sequences
+
+        return super().async_submit(generate, *args, **kwargs)
+
+
+class _OneThread(GenerationState):
+    def __init__(self, thread: _Thread) -> None:
+        super().__init__()
+        self._thread = thread
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> _Thread:
+        return self._thread
+
+
+class _OneModel(ModelManager):
+    """Gives the handlers the engine's model, whichever name a client uses for it."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        super().__init__(device="cpu")
+        self._engine = engine
+        self.force_model = MODEL_NAME
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id  # the original adds a revision, which answers would show
+
+    def load_model_and_processor(self, model_id_and_revision: str, **_: Any) -> tuple[Any, Any]:
+        return self._engine.model, self._engine.tokenizer
+
+
+def create_app(
+    follower: Follower, engine: TransformersEngine, *, key: str = "", guarded: bool = False
+) -> FastAPI:
+    """The app that answers clients.
+
+    Args:
+        follower: Follows the run into `engine`.
+        engine: Holds the model.
+        key: The key for the routes that control the follower, as for `vllm.server`.
+        guarded: Whether all requests need the key DELTA_WEIGHT_SYNC_KEY, except those for health and status.
+
+    Returns:
+        The app, with `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health`, and the routes of
+        `vllm.server`.
+    """
+    app = FastAPI()
+    app.state.follower = follower
+    app.include_router(router(key), prefix="/delta_weight_sync")
+    if guarded:
+        app.add_middleware(KeyGuard)
+    parts = {"model_manager": _OneModel(engine), "generation_state": _OneThread(engine.thread)}
+    chat = ChatCompletionHandler(**parts)
+    completion = CompletionHandler(**parts)
+
+    async def answer(handler: Any, body: dict[str, Any]) -> Any:
+        if follower.serving is None:
+            raise HTTPException(503, "no version is served yet: the status says why")
+        if "max_completion_tokens" in body:
+            body["max_tokens"] = body.pop("max_completion_tokens")
+        for name in body.keys() & handler._unused_fields - _HARMLESS:
+            if body[name] is not None and body[name] is not False and body[name] != _NEUTRAL.get(name):
+                raise HTTPException(400, f"this server cannot do {name}: leave it out, or install vLLM")
+        made = list[tuple[str, int]]()
+        _made.set(made)
+        made_by = f'{{"weights":{engine.label}}}'  # a streamed answer begins before it is made
+        response = await handler.handle_request(body, str(uuid.uuid4()))
+        for label, count in made:
+            made_by = f'{{"weights":{label},"tokens":[[0,0,{count}]]}}'
+        response.headers["x-policy-versions"] = f"[{made_by}]"
+        return response
+
+    @app.post("/v1/completions")
+    async def completions(body: dict[str, Any]) -> Any:
+        return await answer(completion, body)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: dict[str, Any]) -> Any:
+        return await answer(chat, body)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "delta-weight-sync"}
+        return {"object": "list", "data": [model]}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if follower.serving is None:
+            raise HTTPException(503, "no version is served yet")
+        return {"status": "ok"}
+
+    return app
+
+
+def serve(reader: RunReader, folder: Path, host: str, port: int, *, guarded: bool) -> None:
+    """Follow a run and answer clients until a signal ends this. `folder` keeps checkpoints.
+
+    Raises `SettingsError` if the folder, or a variable DELTA_WEIGHT_SYNC_..., cannot be used.
+    """
+    settings = settings_from(os.environ)
+    handler = logging.StreamHandler(sys.stdout)
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    engine = TransformersEngine()
+    place = private_folder(str(folder), "--folder")
+    follower = Follower(reader, engine, name=settings.name, folder=place, poll_s=settings.poll_s)
+    follower.start()
+    app = create_app(follower, engine, key=settings.key, guarded=guarded)
+    uvicorn.run(app, host=host, port=port, log_level="warning")

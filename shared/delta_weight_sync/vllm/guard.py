@@ -1,0 +1,36 @@
+"""Requests need a key: ASGI middleware, for vLLM's option `--middleware` and for `transformers_server`."""
+
+import hmac
+import os
+from typing import Any, Final
+
+from starlette.responses import JSONResponse
+
+_OPEN: Final = ("/health", "/delta_weight_sync/status")  # for load balancers, and for `wait`
+
+
+class KeyGuard:
+    """Answers 401 unless a request has DELTA_WEIGHT_SYNC_KEY, which must be set, as the bearer token in
+    `Authorization` or in `X-Delta-Weight-Sync-Key`."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._key = os.environ["DELTA_WEIGHT_SYNC_KEY"].encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass an allowed request on."""
+        if scope["type"] != "lifespan" and scope["path"] not in _OPEN and not self._allows(scope):
+            sentence = "send the server's DELTA_WEIGHT_SYNC_KEY as the API key"
+            refusal = JSONResponse({"error": {"message": sentence, "type": "refused", "code": 401}}, 401)
+            await (refusal(scope, receive, send) if scope["type"] == "http" else send(_CLOSE))
+            return
+        await self._app(scope, receive, send)
+
+    def _allows(self, scope: Any) -> bool:
+        headers = dict(scope["headers"])
+        kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+        sent = token if kind.lower() == b"bearer" else headers.get(b"x-delta-weight-sync-key", b"")
+        return hmac.compare_digest(sent, self._key)
+
+
+_CLOSE: Final = {"type": "websocket.close", "code": 1008}
