@@ -12,11 +12,10 @@ which transformers renames or stacks tensors, such as mixtures of experts, are r
 """
 
 import logging
-import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,7 @@ except ModuleNotFoundError as error:
 
 from delta_weight_sync.checkpoint import dtype_of, words_shape
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.reader import RunReader
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.vllm import MODEL_NAME, worker
 from delta_weight_sync.vllm.disk import Dtypes, Shapes, private_folder
 from delta_weight_sync.vllm.engine import Engine, Times
@@ -106,7 +105,10 @@ class TransformersEngine(Engine):
             parameter.data = (
                 parameter.data.clone()
             )  # else it is the file's memory, until something writes to it
-        model.generation_config.do_sample = True  # as in vLLM; the handlers make temperature 0 greedy
+        # As in vLLM, sample from all tokens unless the checkpoint or the request says otherwise. The handlers
+        # make temperature 0 greedy.
+        model.generation_config.do_sample = True
+        model.generation_config.top_k = model.generation_config.top_k or 0
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.model = model
 
@@ -243,7 +245,7 @@ class _OneModel(ModelManager):
 
 
 def create_app(
-    follower: Follower, engine: TransformersEngine, *, key: str = "", guarded: bool = False
+    follower: Follower, engine: TransformersEngine, key: str = "", *, guarded: bool = False
 ) -> FastAPI:
     """The app that answers clients.
 
@@ -251,7 +253,7 @@ def create_app(
         follower: Follows the run into `engine`.
         engine: Holds the model.
         key: The key for the routes that control the follower, as for `vllm.server`.
-        guarded: Whether all requests need the key DELTA_WEIGHT_SYNC_KEY, except those for health and status.
+        guarded: Whether other requests need `key`, too, except those for health and status.
 
     Returns:
         The app, with `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health`, and the routes of
@@ -261,7 +263,7 @@ def create_app(
     app.state.follower = follower
     app.include_router(router(key), prefix="/delta_weight_sync")
     if guarded:
-        app.add_middleware(KeyGuard)
+        app.add_middleware(KeyGuard, key=key)
     parts = {"model_manager": _OneModel(engine), "generation_state": _OneThread(engine.thread)}
     chat = ChatCompletionHandler(**parts)
     completion = CompletionHandler(**parts)
@@ -305,18 +307,30 @@ def create_app(
     return app
 
 
-def serve(reader: RunReader, folder: Path, host: str, port: int, *, guarded: bool) -> None:
-    """Follow a run and answer clients until a signal ends this. `folder` keeps checkpoints.
+def serve(environ: Mapping[str, str], host: str, port: int, *, guarded: bool) -> None:
+    """Follow a run and answer clients until a signal ends this.
 
-    Raises `SettingsError` if the folder, or a variable DELTA_WEIGHT_SYNC_..., cannot be used.
+    Args:
+        environ: The settings, as for `vllm.server`; DELTA_WEIGHT_SYNC_FOLDER is required.
+        host: The address to listen on.
+        port: The port to listen on.
+        guarded: As for `create_app`.
+
+    Raises:
+        SettingsError: The folder, or another variable, cannot be used.
+        DeltaWeightSyncError: The run cannot be opened.
     """
-    settings = settings_from(os.environ)
-    handler = logging.StreamHandler(sys.stdout)
-    _log.addHandler(handler)
-    _log.setLevel(logging.INFO)
+    settings = settings_from(environ)
     engine = TransformersEngine()
-    place = private_folder(str(folder), "--folder")
-    follower = Follower(reader, engine, name=settings.name, folder=place, poll_s=settings.poll_s)
+    follower = Follower(
+        open_run(settings.run, public_key=settings.public_key or None),
+        engine,
+        name=settings.name,
+        folder=private_folder(settings.folder, "DELTA_WEIGHT_SYNC_FOLDER"),
+        poll_s=settings.poll_s,
+    )
+    _log.addHandler(logging.StreamHandler(sys.stdout))
+    _log.setLevel(logging.INFO)
     follower.start()
-    app = create_app(follower, engine, key=settings.key, guarded=guarded)
+    app = create_app(follower, engine, settings.key, guarded=guarded)
     uvicorn.run(app, host=host, port=port, log_level="warning")

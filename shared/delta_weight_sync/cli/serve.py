@@ -74,29 +74,28 @@ def _serve(arguments: argparse.Namespace) -> None:
     reader = opened(arguments)
     manifest = reader.manifest()
     folder = _folder(arguments.folder, reader)
-    key = os.environ.get(_KEY, "")
     guarded = not _is_loopback(arguments.host)
-    made = "" if key or not guarded else secrets.token_urlsafe(24)
-    environ = {_FOLDER: str(folder), "DELTA_WEIGHT_SYNC_RUN": f"{reader.bucket.url}#{reader.keys.run}"}
-    if key or made:
-        environ[_KEY] = key or made
-    os.environ.update(environ)
-    print(f"fetching version {manifest.version} of {printable(environ['DELTA_WEIGHT_SYNC_RUN'])}", flush=True)
+    made = secrets.token_urlsafe(24) if guarded and not os.environ.get(_KEY) else ""
+    run = f"{reader.bucket.url}#{reader.keys.run}"
+    environ = {**os.environ, _FOLDER: str(folder), "DELTA_WEIGHT_SYNC_RUN": run}
+    if made:
+        environ[_KEY] = made
+    print(f"fetching version {manifest.version} of {printable(run)}", flush=True)
     if engine == "transformers":
         from delta_weight_sync.transformers_server import serve
 
         _describe(arguments, engine, guarded, made)
-        serve(reader, folder, arguments.host, arguments.port, guarded=guarded)
+        serve(environ, arguments.host, arguments.port, guarded=guarded)
         return
-    model = _model(reader, manifest, private_folder(str(folder), "--folder"))
+    model = _model(reader, manifest, private_folder(str(folder), _FOLDER))
     _describe(arguments, f"{vllm.name} {vllm.version}", guarded, made)
-    os.environ["VLLM_PLUGINS"] = BACKEND
     words = _vllm(vllm.name, model)
     words += ["--served-model-name", MODEL_NAME, "--logprobs-mode", PROCESSED]
     words += ["--host", arguments.host, "--port", str(arguments.port)]
     # vLLM's own --api-key leaves out some routes that generate.
     words += ["--middleware", "delta_weight_sync.vllm.guard.KeyGuard"] if guarded else []
-    os.execv(sys.executable, [sys.executable, *words, *arguments.vllm_arguments])
+    environ["VLLM_PLUGINS"] = BACKEND
+    os.execve(sys.executable, [sys.executable, *words, *arguments.vllm_arguments], environ)
 
 
 def _vllm(package: str, model: Path) -> list[str]:

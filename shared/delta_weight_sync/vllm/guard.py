@@ -10,12 +10,12 @@ _OPEN: Final = ("/health", "/delta_weight_sync/status")  # for load balancers, a
 
 
 class KeyGuard:
-    """Answers 401 unless a request has DELTA_WEIGHT_SYNC_KEY, which must be set, as the bearer token in
-    `Authorization` or in `X-Delta-Weight-Sync-Key`."""
+    """Answers 401 unless a request has the key as the bearer token in `Authorization`, or in
+    `X-Delta-Weight-Sync-Key`. The key is `key`, or by default DELTA_WEIGHT_SYNC_KEY, which must be set."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, key: str = "") -> None:
         self._app = app
-        self._key = os.environ["DELTA_WEIGHT_SYNC_KEY"].encode()
+        self._key = (key or os.environ["DELTA_WEIGHT_SYNC_KEY"]).encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass an allowed request on."""
