@@ -14,13 +14,20 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from delta_weight_sync import Publisher, Run
 from delta_weight_sync.compat import Release
+from delta_weight_sync.reader import open_run
+from delta_weight_sync.transformers_server import TransformersEngine, create_app
+from delta_weight_sync.vllm.follower import Follower
 from tests.cli.command import command
 from tests.live.replica import SMALL_CACHE, Server
+from tests.support.fake_vllm import wait_until_serving
 from tests.support.published_run import write_run
+from tests.support.tiny import ARCHITECTURES, load, write_base
+from tests.support.waiting import soon
 from trainer.demo.processes import free_port
 
 POLICY = Path(__file__).parents[2] / "trainer" / "policies" / "wordle-tiny"
@@ -126,6 +133,87 @@ def test_it_says_in_a_sentence_what_is_missing(url, monkeypatch, tmp_path):
     assert "pip install '.[serve]'" in command("serve", url).complaint
 
 
+@contextmanager
+def transformers_app(url: str, folder: Path, **options: Any) -> Iterator[tuple[TestClient, Follower]]:
+    """The app without vLLM, in this process, and the follower of its model."""
+    engine = TransformersEngine()
+    follower = Follower(open_run(url), engine, name="here", folder=folder, poll_s=0.05)
+    follower.start()
+    try:
+        yield TestClient(create_app(follower, engine, **options)), follower
+    finally:
+        follower.stop()
+
+
+BODY = {"model": "policy", "temperature": 0, "max_tokens": 8}
+
+
+@pytest.mark.full
+def test_transformers_answers_as_a_client_of_openai_expects(url, tmp_path):
+    with transformers_app(url, tmp_path / "folder") as (client, follower):
+        wait_until_serving(follower, 1)
+        assert client.get("/health").is_success
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["policy"]
+        whole = client.post("/v1/completions", json=BODY | {"prompt": "Hello"})
+        (entry,) = json.loads(whole.headers["x-policy-versions"])
+        assert entry == {"weights": {"version": 1, "term": 1, "sync": 2}, "tokens": [[0, 0, 8]]}
+        streamed = client.post("/v1/completions", json=BODY | {"prompt": "Hello", "stream": True})
+        (entry,) = json.loads(streamed.headers["x-policy-versions"])
+        assert entry == {"weights": {"version": 1, "term": 1, "sync": 2}}
+        parts = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        assert (
+            "".join(part["choices"][0].get("text") or "" for part in parts)
+            == whole.json()["choices"][0]["text"]
+        )
+        chat = BODY | {"messages": [{"role": "user", "content": "Hello"}]}
+        said = client.post("/v1/chat/completions", json=chat | {"max_completion_tokens": 3}).json()
+        assert said["usage"]["completion_tokens"] == 3
+        assert said["choices"][0]["message"]["role"] == "assistant"
+        answers = {client.post("/v1/chat/completions", json=chat | {"temperature": 1}).text for _ in range(4)}
+        assert len({json.loads(text)["choices"][0]["message"]["content"] for text in answers}) > 1, (
+            "it samples"
+        )
+        for field, value in (("n", 2), ("logprobs", 0), ("echo", True), ("presence_penalty", 0.5)):
+            refused = client.post("/v1/completions", json=BODY | {"prompt": "Hello", field: value})
+            assert refused.status_code == 400, refused.text
+            assert field in refused.json()["detail"]
+        assert client.post("/v1/completions", json=BODY | {"prompt": "a", "n": 1, "user": "me"}).is_success
+        assert client.get("/delta_weight_sync/status").json()["status"]["version"] == 1
+
+
+@pytest.mark.full
+def test_a_guarded_server_answers_only_with_the_key(url, tmp_path):
+    with transformers_app(url, tmp_path / "folder", key="secret", guarded=True) as (client, follower):
+        wait_until_serving(follower, 1)
+        ask = BODY | {"prompt": "Hello"}
+        for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic secret"}):
+            assert client.post("/v1/completions", json=ask, headers=headers).status_code == 401
+            assert client.get("/docs", headers=headers).status_code == 401
+        bearer = {"Authorization": "Bearer secret"}
+        assert client.post("/v1/completions", json=ask, headers=bearer).is_success
+        owner = {"X-Delta-Weight-Sync-Key": "secret"}
+        assert client.post("/delta_weight_sync/pin?version=0", headers=owner).is_success
+        wait_until_serving(follower, 0)
+        assert client.get("/health").is_success
+        assert client.get("/delta_weight_sync/status").json()["status"]["version"] == 0
+
+
+@pytest.mark.full
+def test_a_model_whose_tensors_have_other_names_in_transformers_is_refused(tmp_path):
+    write_base(ARCHITECTURES["qwen3_moe"], tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(POLICY / name, tmp_path / "base")
+    url = f"{(tmp_path / 'bucket').as_uri()}#experts"
+    with Publisher(url, tmp_path / "base") as publisher:
+        publisher.publish(load(tmp_path / "base"))
+    with transformers_app(url, tmp_path / "folder") as (client, follower):
+        soon(lambda: follower.report(0).status.state == "refused", lambda: f"{follower.report(0).status}")
+        said = follower.report(0).status.error
+        assert "transformers' model has no such tensor: install vLLM, which serves this model" in said
+        assert client.post("/v1/completions", json=BODY | {"prompt": "Hello"}).status_code == 503
+        assert client.get("/health").status_code == 503
+
+
 class Versions:
     """A run of the small policy: each version takes other letters, and each weight drifts a little."""
 
@@ -188,8 +276,8 @@ def prompts() -> list[str]:
     return [tokenizer.apply_chat_template(g, add_generation_prompt=True, tokenize=False) for g in games]
 
 
-def fresh(url: str, version: int, folder: Path, dtype: str) -> list[str]:
-    """What a fresh load of a version answers."""
+def fresh(url: str, version: int, folder: Path, dtype: str) -> list[dict[str, Any]]:
+    """What a fresh load of a version answers: tokens, as vLLM shows them, and text, as transformers does."""
     Run(url).checkout(folder, version)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -197,15 +285,15 @@ def fresh(url: str, version: int, folder: Path, dtype: str) -> list[str]:
     for prompt in prompts():
         words = tokenizer(prompt, return_tensors="pt")
         made = model.generate(**words, max_new_tokens=12, do_sample=False)[0, words["input_ids"].shape[1] :]
-        answers.append(tokenizer.decode(made, skip_special_tokens=True))
+        answers.append({"token_ids": made.tolist(), "text": tokenizer.decode(made, skip_special_tokens=True)})
     return answers
 
 
-def ask(url: str, prompt: str) -> tuple[str, list[dict[str, Any]]]:
+def ask(server: Server, prompt: str, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A greedy answer, and what the header says of it."""
-    body = {"model": "policy", "prompt": prompt, "temperature": 0, "max_tokens": 12}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=100).raise_for_status()
-    return answer.json()["choices"][0]["text"], json.loads(answer.headers["x-policy-versions"])
+    body = {"model": "policy", "prompt": prompt, "temperature": 0, "max_tokens": 12, **more}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=100).raise_for_status()
+    return answer.json()["choices"][0], json.loads(answer.headers["x-policy-versions"])
 
 
 @pytest.mark.live
@@ -215,14 +303,15 @@ def test_greedy_tokens_are_those_of_a_fresh_load_of_each_version(engine, version
     those to which the same weights in float32 answer otherwise."""
     url = f"{(tmp_path / 'bucket').as_uri()}#live"
     asked = prompts()
-    wanted: list[list[str]] = []
-    meanwhile: list[tuple[str, list[dict[str, Any]]]] = []
+    shown, more = ("text", {}) if engine == "transformers" else ("token_ids", {"return_token_ids": True})
+    wanted: list[list[Any]] = []
+    meanwhile: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     done = threading.Event()
     with serving(engine, tmp_path) as server:
 
         def keep_asking() -> None:
             while not done.is_set():
-                meanwhile.append(ask(server.url, asked[-1]))
+                meanwhile.append(ask(server, asked[-1], **more))
 
         client = threading.Thread(target=keep_asking)
         client.start()
@@ -234,12 +323,12 @@ def test_greedy_tokens_are_those_of_a_fresh_load_of_each_version(engine, version
                 assert status["digest"] == Run(url).manifest(version).digest
                 expected = fresh(url, version, tmp_path / f"fresh-{version}", "bfloat16")
                 in_float32 = fresh(url, version, tmp_path / f"fresh-{version}", "float32")
-                wanted.append(expected)
+                wanted.append([answer[shown] for answer in expected])
                 decided = [n for n in range(len(asked)) if expected[n] == in_float32[n]]
                 assert len(decided) > 2
                 for n in range(len(asked)) if engine == "transformers" else decided:
-                    text, made_by = ask(server.url, asked[n])
-                    assert text == expected[n], f"version {version}, prompt {n}"
+                    answer, made_by = ask(server, asked[n], **more)
+                    assert answer[shown] == wanted[version][n], f"version {version}, prompt {n}"
                     (entry,) = made_by
                     assert entry["weights"]["version"] == version
         finally:
@@ -249,6 +338,6 @@ def test_greedy_tokens_are_those_of_a_fresh_load_of_each_version(engine, version
         assert all(a != b for a, b in zip(one, other, strict=True)), "a stale version would be seen"
     assert {made_by[0]["weights"]["version"] for _, made_by in meanwhile} == {0, 1, 2}
     if engine == "transformers":  # one version makes a whole answer, also while versions come
-        for text, made_by in meanwhile:
+        for answer, made_by in meanwhile:
             (entry,) = made_by
-            assert text == wanted[entry["weights"]["version"]][-1]
+            assert answer["text"] == wanted[entry["weights"]["version"]][-1]
