@@ -86,7 +86,8 @@ def test_its_metadata_says_what_each_use_needs(wheel):
     metadata = Parser().parsestr(inside(wheel, "METADATA"))
     points = ConfigParser()
     points.read_string(inside(wheel, "entry_points.txt"))
-    assert set(metadata.get_all("Provides-Extra", [])) == {"torch", "trl", "vllm", "s3", "dashboard"}
+    extras = {"torch", "trl", "vllm", "serve", "s3", "wandb", "trackio", "tensorboard", "dashboard"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
     core = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert not [need for need in core if need.startswith(("torch", "trl", "vllm", "transformers"))]
     assert list(points["console_scripts"]) == ["delta-weight-sync"]

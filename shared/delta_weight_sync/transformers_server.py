@@ -331,6 +331,7 @@ def serve(environ: Mapping[str, str], host: str, port: int, *, guarded: bool) ->
     )
     _log.addHandler(logging.StreamHandler(sys.stdout))
     _log.setLevel(logging.INFO)
+    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it warns of each request
     follower.start()
     app = create_app(follower, engine, settings.key, guarded=guarded)
     uvicorn.run(app, host=host, port=port, log_level="warning")
