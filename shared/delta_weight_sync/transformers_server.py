@@ -32,7 +32,7 @@ from delta_weight_sync.errors import (
 try:
     import torch
     import uvicorn
-    from fastapi import FastAPI, HTTPException
+    from fastapi import FastAPI, HTTPException, Request
     from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
@@ -268,9 +268,17 @@ def create_app(
     chat = ChatCompletionHandler(**parts)
     completion = CompletionHandler(**parts)
 
-    async def answer(handler: Any, body: dict[str, Any]) -> Any:
+    async def answer(handler: Any, request: Request, body: dict[str, Any]) -> Any:
         if follower.serving is None:
             raise HTTPException(503, "no version is served yet: the status says why")
+        if "x-policy-exact-sync" in request.headers:
+            raise HTTPException(501, "x-policy-exact-sync needs vLLM: leave it out, or install vLLM")
+        oldest = request.headers.get("x-policy-min-sync", "0")
+        if not oldest.isdecimal():
+            raise HTTPException(400, "x-policy-min-sync must be the number of a sync")
+        if follower.serving.sync < int(oldest):
+            has = f"this server has sync {follower.serving.sync}, but the request needs sync {oldest}"
+            raise HTTPException(503, f"{has}: try again later", {"Retry-After": "1"})
         if "max_completion_tokens" in body:
             body["max_tokens"] = body.pop("max_completion_tokens")
         for name in body.keys() & handler._unused_fields - _HARMLESS:
@@ -286,12 +294,12 @@ def create_app(
         return response
 
     @app.post("/v1/completions")
-    async def completions(body: dict[str, Any]) -> Any:
-        return await answer(completion, body)
+    async def completions(request: Request, body: dict[str, Any]) -> Any:
+        return await answer(completion, request, body)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: dict[str, Any]) -> Any:
-        return await answer(chat, body)
+    async def chat_completions(request: Request, body: dict[str, Any]) -> Any:
+        return await answer(chat, request, body)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -178,6 +178,10 @@ def test_transformers_answers_as_a_client_of_openai_expects(url, tmp_path):
             assert refused.status_code == 400, refused.text
             assert field in refused.json()["detail"]
         assert client.post("/v1/completions", json=BODY | {"prompt": "a", "n": 1, "user": "me"}).is_success
+        for sync, code in (("2", 200), ("3", 503)):
+            headers = {"x-policy-min-sync": sync}
+            asked = client.post("/v1/completions", json=BODY | {"prompt": "a"}, headers=headers)
+            assert asked.status_code == code
         assert client.get("/delta_weight_sync/status").json()["status"]["version"] == 1
 
 

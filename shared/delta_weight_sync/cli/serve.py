@@ -80,13 +80,13 @@ def _serve(arguments: argparse.Namespace) -> None:
     environ = {**os.environ, _FOLDER: str(folder), "DELTA_WEIGHT_SYNC_RUN": run}
     if made:
         environ[_KEY] = made
-    print(f"fetching version {manifest.version} of {printable(run)}", flush=True)
     if engine == "transformers":
         from delta_weight_sync.transformers_server import serve
 
         _describe(arguments, engine, guarded, made)
         serve(environ, arguments.host, arguments.port, guarded=guarded)
         return
+    print(f"fetching version {manifest.version} of {printable(run)}", flush=True)
     model = _model(reader, manifest, private_folder(str(folder), _FOLDER))
     _describe(arguments, f"{vllm.name} {vllm.version}", guarded, made)
     words = _vllm(vllm.name, model)

@@ -1,4 +1,4 @@
-"""Requests need a key: ASGI middleware, for vLLM's option `--middleware` and for `transformers_server`."""
+"""A key that all requests need."""
 
 import hmac
 import os
@@ -7,11 +7,15 @@ from typing import Any, Final
 from starlette.responses import JSONResponse
 
 _OPEN: Final = ("/health", "/delta_weight_sync/status")  # for load balancers, and for `wait`
+_CLOSE: Final = {"type": "websocket.close", "code": 1008}
 
 
 class KeyGuard:
-    """Answers 401 unless a request has the key as the bearer token in `Authorization`, or in
-    `X-Delta-Weight-Sync-Key`. The key is `key`, or by default DELTA_WEIGHT_SYNC_KEY, which must be set."""
+    """ASGI middleware, also for vLLM's option `--middleware`: answers 401 without the key.
+
+    A request has the key as the bearer token in `Authorization`, or in `X-Delta-Weight-Sync-Key`. The key is
+    `key`, or by default DELTA_WEIGHT_SYNC_KEY, which must be set.
+    """
 
     def __init__(self, app: Any, key: str = "") -> None:
         self._app = app
@@ -21,8 +25,8 @@ class KeyGuard:
         """Pass an allowed request on."""
         if scope["type"] != "lifespan" and scope["path"] not in _OPEN and not self._allows(scope):
             sentence = "send the server's DELTA_WEIGHT_SYNC_KEY as the API key"
-            refusal = JSONResponse({"error": {"message": sentence, "type": "refused", "code": 401}}, 401)
-            await (refusal(scope, receive, send) if scope["type"] == "http" else send(_CLOSE))
+            refused = JSONResponse({"error": {"message": sentence, "type": "refused", "code": 401}}, 401)
+            await (refused(scope, receive, send) if scope["type"] == "http" else send(_CLOSE))
             return
         await self._app(scope, receive, send)
 
@@ -31,6 +35,3 @@ class KeyGuard:
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")
         sent = token if kind.lower() == b"bearer" else headers.get(b"x-delta-weight-sync-key", b"")
         return hmac.compare_digest(sent, self._key)
-
-
-_CLOSE: Final = {"type": "websocket.close", "code": 1008}
