@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from delta_weight_sync import Publisher, Run
 from delta_weight_sync.compat import Release
 from delta_weight_sync.reader import open_run
+from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from delta_weight_sync.transformers_server import TransformersEngine, create_app
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.command import command
@@ -127,6 +128,9 @@ def test_it_says_in_a_sentence_what_is_missing(url, monkeypatch, tmp_path):
         assert sentence in result.complaint
     result = command("serve", url.replace("#test", "#none"))
     assert "has not published a first version" in result.complaint
+    with monkeypatch.context() as only_signed:
+        only_signed.setenv(PUBLIC_KEY, new_pair()[PUBLIC_KEY])
+        assert "signed" in command("serve", url).complaint
     assert not (tmp_path / "cache").exists()
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.completion", None)
     monkeypatch.delitem(sys.modules, "delta_weight_sync.transformers_server", raising=False)
