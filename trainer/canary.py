@@ -28,7 +28,7 @@ from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.reader import RunReader, open_run
 from delta_weight_sync.vllm import MODEL_NAME
 from trainer import spaces
-from trainer.rollouts import made_by
+from trainer.samples import made_by
 
 LIMIT = 1.0  # nats; an alarm above it. Three times the difference that bf16 makes for SmolLM2-135M
 TOKENS = 48  # of a prompt

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig
-from trl.experimental.async_grpo.packing import TreeRow
 
 from delta_weight_sync import CodecError, Publisher
 from delta_weight_sync.publish.undo import UndoLog, bf16_bits
+from delta_weight_sync.trl import hooks
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
-from trainer.rollouts import TracedSample
+from trainer.samples import TracedSample
 
 LogProbs = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -71,6 +71,8 @@ class PastPolicy:
     @torch.no_grad()
     def log_probs(self, queries: Iterable[dict[str, Any]]) -> LogProbs:
         """Return all queries' log-probabilities at the policy's temperature, in order: float32 [asked]."""
+        from trl.experimental.async_grpo.packing import TreeRow  # which `enable` has looked for
+
         rows = [TreeRow()]
         for query in queries:
             if rows[-1].samples and self._token_budget and not rows[-1].fits(query, self._token_budget):
@@ -103,6 +105,7 @@ def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
     """Make a single-process trainer compute exact old policies. Call this before training."""
     if trainer.args.world_size > 1:
         raise SystemExit("--exact_old_policy needs one process: use `python -m`, not `accelerate launch`")
+    hooks.EXACT.require()
     try:
         past = PastPolicy(trainer.model, max(trainer.args.token_budget, 0))
     except ValueError as error:
@@ -201,7 +204,7 @@ class ExactSamples(TrainerCallback):
 
     def _record(self, name: str, value: float | tuple[float, int]) -> None:
         """When TRL logs, it adds up `*_total`, keeps the largest `*_max`, and averages (sum, count) pairs."""
-        self._trainer._metrics["train"][name].append(value)
+        self._trainer.rollout_worker.metrics_queue.put({name: value})
 
 
 def trained(sample: TracedSample) -> Mask:

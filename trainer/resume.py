@@ -107,7 +107,7 @@ class SaveState(TrainerCallback):
         if not (self._synced or self._in_step):
             self._synced = True
             self._syncs += 1
-            self._trainer._sync_weight()
+            self._trainer.sync()
 
     def _save(self, *, final: bool = False) -> None:
         """Save the state of the last sync, unless it is saved. `final`: do not wait for `state_minutes`."""

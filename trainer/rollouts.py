@@ -1,57 +1,60 @@
 """Collects rollouts from several replicas and records which sync's weights generated each token.
 
-This module extends TRL's rollout worker. The extended worker chooses a replica for each rollout, changes to
-another replica if the first fails, and labels each sample with the syncs that the replicas report.
+`ReplicaRolloutWorker` implements TRL's `RolloutWorkerProtocol`, so it needs nothing of TRL's own worker. Its
+process runs `ReplicaRolloutLoop`, which plays conversations, chooses a replica for each (and another if the
+first fails), scores groups, and labels each sample with the syncs that the replicas report.
 """
 
 import asyncio
-import contextvars
 import ctypes
+import functools
+import inspect
 import itertools
-import json
 import multiprocessing
 import os
+import queue
 import random
+import signal
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, NotRequired, TypedDict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import httpx
 import numpy as np
 from multidict import CIMultiDict, CIMultiDictProxy
-from numpy.typing import NDArray
 from transformers import AutoTokenizer
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing.response_templates import load_response_template
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    parse_response,
+)
 from trl.experimental.async_grpo import AsyncGRPOConfig
-from trl.experimental.async_grpo import async_rollout_worker as trl_worker
-from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, TurnRecord
 
 from delta_weight_sync import ConfigError, RolloutError
+from delta_weight_sync.ending import end_with_parent
 from delta_weight_sync.trl import sampling
 from delta_weight_sync.trl.trainer import Progress
 from delta_weight_sync.vllm import MODEL_NAME
 from trainer import spaces
+from trainer.samples import Conversation, MadeBy, TracedSample, Weights, made_by
 from trainer.spaces import Fleet, SpacesUnavailableError
 from trainer.tasks import Task
 
-UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync is not known for sure
-TokenSyncs = NDArray[np.int64]
 _MIN_SYNC = "X-Policy-Min-Sync"  # a header: a replica with weights of an earlier sync refuses the request
 _REST_S = 2.0  # seconds in which a replica that failed gets no request
 _CONNECT_S = 20.0
+_START_S = 300.0  # for the imports of the process, and the task's first environment
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
-
-
-@dataclass(slots=True, kw_only=True)
-class TracedSample(RolloutSample):
-    """TRL's sample, with the sync whose weights generated each token, or `UNKNOWN`: int64 [tokens]."""
-
-    token_syncs: TokenSyncs
+_EMPTY = {"role": "user", "content": ""}  # where an environment gives the prompt
 
 
 class Router:
@@ -88,35 +91,6 @@ class Router:
         self._busy[url] -= 1
 
 
-class Weights(TypedDict):
-    """Which published weights made an answer, as the label of their tokens says."""
-
-    version: int
-    term: int
-    sync: int
-
-
-class MadeBy(TypedDict):
-    """Weights, and the tokens that they made: number of the choice, first token, token after the last.
-    Without `tokens`, these weights or newer ones made the whole answer."""
-
-    weights: Weights
-    tokens: NotRequired[list[tuple[int, int, int]]]
-
-
-def made_by(headers: Mapping[str, str]) -> list[MadeBy]:
-    """Read which published weights made a replica's answer from its headers; the oldest come first.
-
-    Raises `ValueError` if the header has another form, as of another release.
-    """
-    text = headers.get("x-policy-versions", "[]")
-    try:
-        published = [entry for entry in json.loads(text) if entry["weights"]]
-        return sorted(published, key=lambda entry: int(entry["weights"]["version"]))
-    except (ValueError, TypeError, LookupError) as error:
-        raise ValueError(f"its header x-policy-versions is of another release: {text[:100]!r}") from error
-
-
 def _made_by(headers: Mapping[str, str]) -> list[MadeBy]:
     """Like `made_by`, for a request that may be made again at another replica."""
     try:
@@ -125,116 +99,285 @@ def _made_by(headers: Mapping[str, str]) -> list[MadeBy]:
         raise aiohttp.ClientError(str(error)) from error
 
 
-class Conversation:
-    """The replica of one conversation, and the syncs whose weights generated its answers."""
+@dataclass
+class Group:
+    """The conversations about one row of the data set."""
 
-    def __init__(self) -> None:
-        self.replica = ""  # the replica that got the last request
-        self._oldest: list[int] = []  # for each answer: the oldest sync whose weights generated a token
-        # These turns have syncs in place of log-probabilities. When TRL's code makes samples of the turns, it
-        # puts the sync of each token where it would put the token's log-probability.
-        self._turns: list[TurnRecord] = []
-
-    def add_turn(self, prompt: list[int], output: list[int], entries: list[MadeBy], last: int) -> None:
-        """Record an answer and the weights that made it. This trainer has the weights of syncs up to `last`.
-        Tokens of later syncs stay `UNKNOWN`. In the age of the answer, they count as `last`."""
-        syncs = np.full(len(output), UNKNOWN)
-        for entry in entries:
-            for _, start, end in entry.get("tokens", ()):  # requests ask for one choice
-                if entry["weights"]["sync"] <= last:
-                    syncs[start:end] = entry["weights"]["sync"]
-        self._oldest.append(min(entries[0]["weights"]["sync"] if entries else 0, last))
-        self._turns.append(TurnRecord(prompt, output, syncs.tolist()))
-
-    def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
-        """For each sample that TRL makes: the conversation's oldest sync, and the sync of each token."""
-        sequences, _ = trl_worker._chain_to_sequences(self._turns, "", fork_threshold)
-        found = [(np.array(s.completion_mask) == 1, np.array(s.old_log_probs)) for s in sequences]
-        return [(min(self._oldest), np.where(own, syncs, UNKNOWN).astype(np.int64)) for own, syncs in found]
+    number: int
+    row: dict[str, Any]
+    conversations: list[Conversation] = field(default_factory=list)
 
 
-_conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("conversation")
+class ReplicaRolloutLoop:
+    """Plays conversations and puts their samples into a queue; runs in the worker's process.
 
+    Args:
+        fleet: The replicas.
+        term: This trainer's term as the writer of the run.
+        max_staleness: Replicas whose weights are older by more syncs refuse requests.
+        progress: Prompts that are finished, and are skipped.
+        task: Prompts, and what rewards the answers.
+        tokenizer: The policy's.
+        config: TRL's options of rollouts by name; see `make_worker`.
+        samples: Queue of `TracedSample`.
+        metrics: Queue of dictionaries; TRL adds up `*_total`, and averages (sum, count) pairs.
+        syncs: Shared memory of the type `Syncs`.
+        heartbeat: Shared memory: when the loop last moved, in seconds since 1970.
+    """
 
-class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
-    """TRL's loop, which runs in a child process. Here a sample's `model_version` is the oldest sync whose
-    weights generated a token of the conversation. TRL would set `model_version` to the sync that is newest
-    when the sample's group begins."""
-
-    _env_tools: dict[str, Any]
+    session: aiohttp.ClientSession
 
     def __init__(
         self,
+        *,
         fleet: Fleet,
         term: int,
         max_staleness: int,
         progress: Progress | None,
-        nice: int,
-        fork_threshold_tokens: int = 1024,  # as in TRL
-        **kwargs: Any,
+        task: Task,
+        tokenizer: Any,
+        config: dict[str, Any],
+        samples: Any,
+        metrics: Any,
+        syncs: Any,
+        heartbeat: Any,
     ) -> None:
-        """Skips the finished prompts of `progress`. `nice`: how far to lower this process's priority."""
-        os.nice(nice)
         self._router = Router(fleet)
         self._term = term
         self._max_staleness = max_staleness
         self._prompts, self._later = (progress.prompts, progress.later) if progress else (0, ())
-        self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until the rollout is scored
-        self._forks_at = fork_threshold_tokens
-        super().__init__(fork_threshold_tokens=fork_threshold_tokens, **kwargs)
-        # Convert tools and template once. TRL would do this in each turn, which takes longer than a request.
-        if self.environment_factories is not None:
-            self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
-        if template := getattr(self.tokenizer, "response_template", None):
-            self.tokenizer.response_template = load_response_template(template)
+        self._task = task
+        self._config = config
+        self._samples = samples
+        self._metrics = metrics
+        self._syncs = syncs
+        self._heartbeat = heartbeat
+        self._one_group = asyncio.Lock()  # so that functions that reward never run at the same time
+        self._reported = time.monotonic()
+        # The first environment is made now: it has the names of the tools, and an error here ends the start.
+        first: Any = task.environment() if task.environment else None
+        self._idle = [] if first is None else [first]  # environments that play no game
+        own = ("reset", "get_reward")
+        members = inspect.getmembers(type(first), inspect.isfunction)
+        self._tools = [name for name, _ in members if name not in own and not name.startswith("_")]
+        self._judge = type(first).__name__ if hasattr(first, "get_reward") else ""
+        if not task.reward_funcs and not self._judge:
+            raise ConfigError(
+                "nothing rewards answers: give the task reward_funcs, or get_reward to its environment"
+            )
+        if not (getattr(tokenizer, "response_template", 0) or getattr(tokenizer, "response_schema", 0)):
+            tokenizer = add_response_schema(tokenizer)
+        self._template = None
+        if self._tools and not is_chat_template_prefix_preserving(tokenizer):
+            self._template = get_training_chat_template(tokenizer)
+        # Convert tools and template once. In each turn, this would take longer than a request.
+        self._schemas = [get_json_schema(getattr(first, name)) for name in self._tools]
+        if template := getattr(tokenizer, "response_template", None):
+            tokenizer.response_template = load_response_template(template)
+        self.tokenizer = tokenizer
 
-    def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for group_id in itertools.count(self._prompts):
-            if group_id not in self._later:
-                row = self.dataset[group_id % len(self.dataset)]
-                yield from itertools.repeat((group_id, row), self.num_generations)
+    async def run(self) -> None:
+        """Play until the task is cancelled, or until a conversation fails."""
+        at_once = self._config["max_inflight_tasks"]
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(at_once, "tool"))
+        connections = aiohttp.TCPConnector(limit=at_once)
+        running = set[asyncio.Task[None]]()
+        async with aiohttp.ClientSession(connector=connections) as self.session:
+            games = self.games()
+            try:
+                while True:
+                    self._heartbeat.value = time.time()
+                    while len(running) < at_once:
+                        running.add(asyncio.create_task(self._play(next(games))))
+                    done, running = await asyncio.wait(
+                        running, timeout=1.0, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in done:
+                        task.result()
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
 
-    async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
-        conversation = Conversation()
-        _conversation.set(conversation)  # each conversation has its own asyncio task, and so its own context
+    def games(self) -> Iterator[Group]:
+        """The group of each conversation, in order."""
+        rows = self._task.dataset
+        for number in itertools.count(self._prompts):
+            if number not in self._later:
+                group = Group(number, rows[number % len(rows)])
+                yield from itertools.repeat(group, self._config["num_generations"])
+
+    async def _play(self, group: Group) -> None:
+        """Play one conversation of the group. The last one hands over the group's samples; until then it
+        counts as being played, so that rollouts wait for a trainer that is slower."""
+        started = time.monotonic()
         spaces.connections.set(self.session)
+        environment: Any = None
+        if self._task.environment is None:
+            prompt = group.row["prompt"]
+        else:
+            environment = self._idle.pop() if self._idle else self._task.environment()
+            prompt = group.row.get("prompt") or [_EMPTY]
+            if (seen := await _call(environment.reset, **group.row)) is not None:
+                prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + seen}]
+        conversation = Conversation(prompt, self._config["fork_threshold_tokens"])
         try:
-            rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
+            cut = await self._converse(conversation, environment)
         finally:
             self._router.ended(conversation.replica)
-        if sequences := rollout[2]:
-            self._rows[sequences[0].rollout_id] = conversation.rows(self._forks_at)
-        return rollout
+        if self._judge:
+            conversation.reward = await _call(environment.get_reward)
+        if environment is not None:
+            self._idle.append(environment)
+        self._measure(conversation, time.monotonic() - started, cut)
+        group.conversations.append(conversation)
+        if len(group.conversations) == self._config["num_generations"]:
+            async with self._one_group:
+                samples = await self._score(group)
+            await self._hand_over(samples)
 
-    async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
-        samples = await super()._score_group(group)
-        ids = [sequences[0].rollout_id for sequences in group.completions_sequences if sequences]
-        rows = [row for rollout_id in ids for row in self._rows.pop(rollout_id)]
-        traced = []
-        for sample, (oldest, syncs) in zip(samples, rows, strict=True):
-            known = {field.name: getattr(sample, field.name) for field in fields(RolloutSample)}
-            traced.append(TracedSample(**known | {"model_version": oldest}, token_syncs=syncs))
-        return traced
+    async def _converse(self, conversation: Conversation, environment: Any) -> bool:
+        """Play all turns. Returns whether the policy wanted to call a tool once too often."""
+        tools = {name: getattr(environment, name) for name in self._tools}
+        most = self._config["max_tool_calling_iterations"]
+        options = {"add_generation_prompt": True, "return_dict": False, "chat_template": self._template}
+        options |= {"tools": self._schemas or None, **(self._config["chat_template_kwargs"] or {})}
+        while True:
+            messages = conversation.prompt + conversation.completion
+            prompt = self.tokenizer.apply_chat_template(messages, **options)
+            ids = await self._ask(conversation, prompt)
+            said = parse_response(self.tokenizer, ids, prefix=prompt, tools=self._schemas)
+            conversation.completion.append(said)
+            if (calls := said.get("tool_calls")) is None:
+                return False
+            if most is not None and conversation.turns > most:
+                return True
+            for call in calls:
+                conversation.completion.append(await self._use_tool(conversation, tools, call["function"]))
 
-    async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> Any:
+    async def _use_tool(
+        self, conversation: Conversation, tools: dict[str, Callable[..., Any]], call: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The message that tells the policy what its call gave, or why it failed."""
+        name = call["name"]
+        started = time.monotonic()
+        conversation.calls += 1
+        found: Any
+        try:
+            if name not in tools:
+                raise LookupError(f"unknown tool {name}")
+            found = await _call(tools[name], **call.get("arguments", {}))
+        except Exception as error:  # noqa: BLE001 - the policy's call may be anything
+            conversation.failures += 1
+            found = {"error": str(error)}
+        self._metrics.put({"tools/latency_s": (time.monotonic() - started, 1)})
+        return {"role": "tool", "name": name, "content": str(found)}
+
+    def _measure(self, conversation: Conversation, duration_s: float, cut: bool) -> None:
+        clock = time.monotonic()
+        length = len(conversation.ids)
+        ends = (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
+        metrics: dict[str, float | tuple[float, float]] = {
+            "completions/mean_length": (length, 1),
+            "completions/max_length": float(length),
+            "completions/min_length": float(length),
+            "rollout/duration_s": duration_s,
+            "rollout/turns_mean": (conversation.turns, 1),
+            "rollout/turns_max": float(conversation.turns),
+            "rollout/samples_per_rollout": (len(conversation.rows), 1),
+            "rollout/generated_tok_s": (length, clock - self._reported),
+        }
+        if length:
+            metrics["completions/clipped_ratio"] = (conversation.ids[-1] not in ends, 1)
+        if self._tools:
+            metrics["tools/loop_exhausted_frac"] = (cut, 1)
+        self._reported = clock
+        self._metrics.put(metrics)
+
+    async def _score(self, group: Group) -> list[TracedSample]:
+        """Reward all conversations of the group, and make their samples. A conversation without any reward
+        has no advantage, and does not count in those of the others."""
+        played = group.conversations
+        columns: dict[str, Any] = {
+            name: [value] * len(played)
+            for name, value in group.row.items()
+            if name not in ("prompt", "completion", "completion_ids")
+        }
+        columns["prompts"] = [conversation.prompt for conversation in played]
+        columns["completions"] = [conversation.completion for conversation in played]
+        columns["completion_ids"] = [conversation.ids for conversation in played]
+        found = {_name(reward): await _call(reward, **columns) for reward in self._task.reward_funcs}
+        if self._judge:
+            found[self._judge] = [conversation.reward for conversation in played]
+        table = np.array([*found.values()], dtype=float)  # None becomes NaN
+        total = np.where(np.isnan(table).all(0), np.nan, np.nansum(table, 0))
+        scored = total[~np.isnan(total)]
+        mean, deviation = (scored.mean(), scored.std()) if scored.size else (np.nan, np.nan)
+        advantages = np.nan_to_num((total - mean) / (deviation + 1e-8))
+        used = any(conversation.calls for conversation in played)
+        samples = []
+        for conversation, advantage, reward, parts in zip(played, advantages, total, table.T, strict=True):
+            metrics = {"reward": float(reward), "reward_std": float(deviation)}
+            metrics |= {f"rewards/{name}": float(part) for name, part in zip(found, parts, strict=True)}
+            if used:
+                metrics["tools/call_frequency"] = float(conversation.calls)
+                metrics["tools/failure_frequency"] = conversation.failures / max(conversation.calls, 1)
+            samples += [
+                TracedSample(
+                    prompt=conversation.prompt,
+                    completion=conversation.completion,
+                    input_ids=np.array(row.tokens, np.int64),
+                    completion_mask=np.array(row.mask, np.int64),
+                    old_log_probs=np.array(row.log_probs, np.float32),
+                    advantage=float(advantage),
+                    model_version=conversation.oldest,
+                    group_id=group.number,
+                    metrics=metrics,
+                    token_syncs=np.array(row.syncs, np.int64),
+                )
+                for row in conversation.rows
+                if any(row.mask)
+            ]
+        return samples
+
+    async def _hand_over(self, samples: list[TracedSample]) -> None:
+        if self._config["log_completions"]:
+            for sample in samples[: self._config["num_completions_to_print"]]:
+                said = [sample.prompt[-1], *sample.completion]
+                print(f"reward {sample.metrics['reward']}: {said}", flush=True)
+        for sample in samples:
+            sample.enqueued_at = time.time()
+            while True:
+                try:
+                    self._samples.put_nowait(sample)
+                    break
+                except queue.Full:
+                    await asyncio.sleep(0.1)
+
+    async def _ask(self, conversation: Conversation, prompt: list[int]) -> list[int]:
+        """Let a replica write the next turn; return its tokens."""
         deadline = time.monotonic() + spaces.WAIT_LIMIT_S
-        conversation = _conversation.get()
-        # Without these, vLLM would take values from the model's generation_config.json.
-        payload = sampling.NEUTRAL | payload
+        # A seed, because vLLM's engines would otherwise draw the same numbers, and so write the same text.
+        payload = self._config["request"] | {"prompt": prompt, "seed": random.getrandbits(63)}
         failed = False
         while True:
             conversation.replica, wait_s = self._router.choose(conversation.replica, failed)
             await asyncio.sleep(wait_s)
             url = conversation.replica
             try:
-                answer, headers = await self._request(f"{url}{path}", payload, timeout)
+                answer, headers = await self._request(f"{url}/v1/completions", payload)
                 mode = {"logprobs_mode": headers.get(sampling.HEADER)}
                 if problem := sampling.problem(payload, url, mode):  # of a replica that joined late, perhaps
                     raise aiohttp.ClientError(problem)
                 entries = _made_by(headers)
                 last = self._last_known_sync(entries[0]["weights"] if entries else None)
-                conversation.add_turn(payload["prompt"], answer["choices"][0]["token_ids"], entries, last)
-                return answer
+                (choice,) = answer["choices"]
+                ids: list[int] = choice["token_ids"]
+                log_probs = choice["logprobs"]["token_logprobs"]
+                if len(ids) != len(log_probs):
+                    raise aiohttp.ClientError(f"{len(ids)} tokens have {len(log_probs)} log-probabilities")
+                conversation.add_turn(prompt, ids, log_probs, entries, last)
+                return ids
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
                 # Most statuses from 400 to 499 are final. Otherwise, try again: the replica may be waking up.
@@ -242,13 +385,13 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                     raise RolloutError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
                     raise SpacesUnavailableError(f"{url} does not answer: {error}") from error
-                self._counters["rollout/vllm_retry_total"] += 1
+                self._metrics.put({"rollout/vllm_retry_total": 1.0})
                 failed = True
 
     def _last_known_sync(self, oldest: Weights | None) -> int:
         """The last sync whose weights this trainer had, too. `oldest`: the answer's oldest weights, None if
         they were never published. Raises `ClientError` if they are of another run."""
-        syncs = self._model_version_value
+        syncs = self._syncs
         if oldest and oldest["term"] == self._term:
             foreign = oldest["sync"] > syncs.value + 1
             last = sys.maxsize
@@ -263,15 +406,13 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             raise aiohttp.ClientError("its weights are not of this run: set its run to this --run")
         return last
 
-    async def _request(
-        self, url: str, payload: dict[str, Any], timeout: float
-    ) -> tuple[dict[str, Any], Mapping[str, str]]:
+    async def _request(self, url: str, payload: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, str]]:
         # A replica with older weights would only make samples that the trainer drops.
-        oldest = max(0, self._model_version_value.value - self._max_staleness)
+        oldest = max(0, self._syncs.value - self._max_staleness)
         headers = {_MIN_SYNC: str(oldest), **spaces.headers(url)}
-        limits = aiohttp.ClientTimeout(timeout, sock_connect=_CONNECT_S)
+        limits = aiohttp.ClientTimeout(self._config["request_timeout"], sock_connect=_CONNECT_S)
         # No redirects, because they would carry the key to another host.
-        options = {"json": payload, "headers": headers, "allow_redirects": False}
+        options: dict[str, Any] = {"json": payload, "headers": headers, "allow_redirects": False}
         async with self.session.post(url, timeout=limits, **options) as response:
             if response.status >= 300:
                 reason = f"{response.reason}: {(await response.text())[:300]}"
@@ -292,18 +433,112 @@ class Syncs(ctypes.Structure):
     _fields_ = (("value", ctypes.c_int), ("inherited", ctypes.c_int))
 
 
-class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
-    _loop_cls = ReplicaRolloutLoop
-    _process: Any
-    _model_version_value: Any  # memory of the type `Syncs`
+class ReplicaRolloutWorker:
+    """TRL's `RolloutWorkerProtocol`: starts and ends the process that runs `ReplicaRolloutLoop`.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._model_version_value = multiprocessing.get_context("spawn").Value(Syncs)
+    Args:
+        queue_maxsize: Samples that wait for the trainer at most; 0 for no limit.
+        nice: How far to lower the priority of the process.
+        **options: Arguments of `ReplicaRolloutLoop`, which are pickled.
+    """
+
+    def __init__(self, queue_maxsize: int = 0, nice: int = 0, **options: Any) -> None:
+        self._spawn = multiprocessing.get_context("spawn")
+        self.rollout_buffer: Any = self._spawn.Queue(queue_maxsize)
+        self.metrics_queue: Any = self._spawn.Queue()
+        self._syncs: Any = self._spawn.Value(Syncs)
+        self._heartbeat = self._spawn.Value("d")
+        self._nice = nice
+        self._options = options
+        self._process: Any = None
+        self._messages: Any = None
 
     def inherit(self, sync: int) -> None:
         """Accept the earlier trainer's syncs up to `sync`: at these, both trainers had the same weights."""
-        self._model_version_value.inherited = sync
+        self._syncs.inherited = sync
+
+    def update_model_version(self, model_version: int) -> None:
+        """Note the trainer's newest sync."""
+        self._syncs.value = model_version
+
+    def start(self) -> None:
+        """Start the process. Raises `RolloutError` with the cause if that fails."""
+        self._heartbeat.value = time.time()
+        self._messages, messages = self._spawn.Pipe(duplex=False)
+        shared = {"samples": self.rollout_buffer, "metrics": self.metrics_queue, "syncs": self._syncs}
+        shared["heartbeat"] = self._heartbeat
+        arguments = (messages, self._nice, self._options | shared)
+        self._process = self._spawn.Process(target=_work, args=arguments, name="rollouts", daemon=True)
+        self._process.start()
+        messages.close()  # only the process holds this end now, so its end is seen here
+        try:
+            cause = self._messages.recv() if self._messages.poll(_START_S) else f"it took {_START_S:.0f} s"
+        except EOFError:
+            cause = self._failure()
+        if cause:
+            raise RolloutError(f"the process that collects rollouts did not start: {cause}")
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise `RolloutError` with the cause if the process failed or hangs."""
+        cause = self._failure()
+        if not cause and (age := time.time() - self._heartbeat.value) > stale_after_s:
+            cause = f"it has not moved for {age:.0f} s"
+        if cause:
+            raise RolloutError(f"the process that collects rollouts failed: {cause}")
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def _failure(self) -> str:
+        """Why the process failed; "" if it did not."""
+        try:
+            while self._messages.poll():
+                if cause := self._messages.recv():
+                    return str(cause)
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            if code == -signal.SIGKILL:
+                return "it was killed, perhaps because the memory is full"
+            if code != -signal.SIGTERM:  # perhaps the trainer was sent the same signal
+                return f"it ended with exit code {code}"
+        return ""
+
+
+def _work(messages: Any, nice: int, options: dict[str, Any]) -> None:
+    """The main function of the process. Sends "" when the loop begins, and the cause if it fails."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, the trainer ends this process (`stop`)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # rollouts need no GPU memory
+    os.nice(nice)
+    threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
+
+    async def run() -> None:
+        loop = ReplicaRolloutLoop(**options)
+        messages.send("")
+        await loop.run()
+
+    try:
+        asyncio.run(run())
+    except Exception as error:
+        messages.send(f"{type(error).__name__}: {error}")
+        raise
+
+
+async def _call(function: Callable[..., Any], **options: Any) -> Any:
+    """Call a function in a thread, or await it if it is asynchronous."""
+    if not inspect.iscoroutinefunction(function):
+        function = functools.partial(asyncio.to_thread, function)
+    found = await function(**options)
+    return await found if inspect.isawaitable(found) else found  # of an object whose `__call__` is async
+
+
+def _name(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a `partial`
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def require_exact_ratios(fleet: Fleet, config: AsyncGRPOConfig) -> None:
@@ -313,7 +548,7 @@ def require_exact_ratios(fleet: Fleet, config: AsyncGRPOConfig) -> None:
             report = spaces.request(url, "GET", "/status").raise_for_status().json()
         except (httpx.HTTPError, ValueError):  # not up yet; each of its answers will be checked
             continue
-        settings = vars(config) | sampling.NEUTRAL  # as `_post` sends them
+        settings = vars(config) | sampling.NEUTRAL  # as `make_worker` sets them
         if report.get("logprobs_mode") != "" and (problem := sampling.problem(settings, url, report)):
             raise ConfigError(problem)
 
@@ -328,25 +563,27 @@ def make_worker(
     if inflight < 0:  # TRL's rule: no more samples than can be trained on before they are too old
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         inflight = max(config.max_staleness, 1) * batch
-    same = (  # options with the same name in TRL's worker
-        "num_generations queue_maxsize temperature top_p top_k min_p repetition_penalty request_timeout"
-        " chat_template_kwargs max_tool_calling_iterations log_completions num_completions_to_print"
-        " fork_threshold_tokens"
+    request = {
+        name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")
+    }
+    request |= {"model": MODEL_NAME, "max_tokens": config.max_completion_length, "n": 1}
+    request |= {"return_token_ids": True, "logprobs": 0}
+    # Without these, vLLM would take values from the model's generation_config.json.
+    request |= sampling.NEUTRAL | ({} if config.min_p is None else {"min_p": config.min_p})
+    same = (
+        "num_generations request_timeout chat_template_kwargs max_tool_calling_iterations log_completions"
+        " num_completions_to_print fork_threshold_tokens"
     )
     return ReplicaRolloutWorker(
+        config.queue_maxsize,
+        # A trainer on a CPU shares its cores with rollouts. Rollouts can wait, but a sync should not.
+        nice=10 if config.use_cpu else 0,
         fleet=fleet,
         term=term,
         max_staleness=config.max_staleness,
         progress=progress,
-        # A trainer on a CPU shares its cores with rollouts. Rollouts can wait, but a sync should not.
-        nice=10 if config.use_cpu else 0,
-        model_name=MODEL_NAME,
-        dataset=task.dataset,
-        reward_funcs=task.reward_funcs,
-        processing_class=tokenizer,
-        eos_token_ids=[tokenizer.eos_token_id],
-        environment_factory=task.environment,
-        max_inflight_tasks=inflight,
-        max_tokens=config.max_completion_length,
-        **{name: getattr(config, name) for name in same.split()},
+        task=task,
+        tokenizer=tokenizer,
+        config={name: getattr(config, name) for name in same.split()}
+        | {"request": request, "max_inflight_tasks": inflight},
     )

@@ -81,7 +81,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         needs = memory.parts(settings.model, vars(settings) | vars(config), shards)
         if problem := memory.problem(needs, torch.cuda.mem_get_info()[0]):
             raise SystemExit(f"trainer: {problem}")
-    patches.install(hooks.EVERY_RANK, hooks.REPLICAS)  # fails if this TRL lacks one of these two features
+    patches.install(hooks.EVERY_RANK)  # fails if this TRL lacks the feature
     stop = Stop(settings.minutes, alone=config.world_size == 1)
     task = make_task(settings, config)
     peers = Peers()

@@ -7,6 +7,7 @@ Python writes the signal's number to a file immediately, and a thread that reads
 
 import atexit
 import ctypes
+import multiprocessing
 import os
 import signal
 import threading
@@ -69,3 +70,11 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Wait until the parent of this child of `multiprocessing` ends, then kill this process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)

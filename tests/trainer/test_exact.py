@@ -31,7 +31,7 @@ from tests.support.recorded import Recorded, cpu_config
 from tests.support.trainer_lives import one_by_one
 from trainer import exact, rollouts, train
 from trainer.exact import LogProbs, Mask, PastPolicy, query
-from trainer.rollouts import UNKNOWN, TracedSample
+from trainer.samples import UNKNOWN, TracedSample
 from trainer.settings import Settings
 
 SYNCS = 6

@@ -1,4 +1,4 @@
-"""Rollouts over replicas that come and go: TRL's own rollout loop plays games against several of them."""
+"""Rollouts over replicas that come and go: the rollout loop plays games against several of them."""
 
 import asyncio
 import contextlib
@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.support.http_server import Request, answering
 from tests.support.waiting import PATIENCE_S, soon
-from tests.trainer.test_rollouts import TOKENIZER, Game, named, rollout_loop
+from tests.trainer.test_rollouts import TOKENIZER, Game, named, play, rollout_loop
 from trainer.policies.tokens import WordleTokens
 from trainer.rollouts import Router
 from trainer.spaces import Fleet, SpacesUnavailableError
@@ -125,19 +126,10 @@ def test_no_game_is_lost_or_doubled_while_two_replicas_die_and_two_come(players,
         for player in players[4:]:
             player.gate.set()
 
-    with contextlib.closing(loop._loop), loop._tool_pool:
-        rolling = loop._loop.create_task(loop._run_loops(loop._stop_event))
-        changes = loop._loop.run_in_executor(None, come_and_go)
-
-        async def play() -> None:
-            await changes
-            while samples.qsize() < GAMES and not rolling.done():
-                await asyncio.sleep(0.02)
-            loop._stop_event.set()
-            await asyncio.wait([rolling])
-
-        loop._loop.run_until_complete(play())
-        rolling.result()
+    with ThreadPoolExecutor(1) as pool:
+        changes = pool.submit(come_and_go)
+        asyncio.run(play(loop, lambda: changes.done() and samples.qsize() >= GAMES))
+        changes.result()
     played = [samples.get_nowait() for _ in range(samples.qsize())]
     assert len({sample.group_id for sample in played}) == len(played), "none is there twice"
     assert set(CountedGame.guesses.values()) == {1}, "no move was made twice"

@@ -1,4 +1,4 @@
-"""How samples are tagged: TRL's own rollout loop against a replica on loopback that names chosen versions."""
+"""How samples are made and tagged: the rollout loop against a replica on loopback that names its versions."""
 
 import asyncio
 import contextlib
@@ -12,26 +12,26 @@ import signal
 import struct
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import aiohttp
 import pytest
-from accelerate import PartialState
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 import trainer.policies
 from delta_weight_sync import RolloutError
-from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import Progress, TrainedGroups
 from inference_space.completions import Completions
 from tests.support.http_server import Request, answering
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, soon
 from trainer import rollouts
 from trainer.policies.tokens import WordleTokens
-from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
+from trainer.rollouts import ReplicaRolloutLoop, ReplicaRolloutWorker
+from trainer.samples import UNKNOWN
 from trainer.spaces import Fleet
 from trainer.tasks import Task
 from trainer.tasks.wordle import make_dataset
@@ -73,50 +73,38 @@ def samples_of(conversations: list[list[dict[str, str]]], inherited: int = 4) ->
         body = json.dumps({"choices": [choice]}).encode()
         return 200, {"content-type": "application/json", **next(headers)}, body
 
-    async def stop_when_done() -> None:
-        while samples.qsize() < len(conversations) and not rolling.done():
-            await asyncio.sleep(0.02)
-        loop._stop_event.set()
-        await asyncio.wait([rolling])
-
     with answering(answer) as url:
         loop = rollout_loop(url, len(conversations), samples)
-        loop._model_version_value.inherited = inherited
-        with contextlib.closing(loop._loop), loop._tool_pool:
-            rolling = loop._loop.create_task(loop._run_loops(loop._stop_event))
-            loop._loop.run_until_complete(stop_when_done())
-            rolling.result()
+        loop._syncs.inherited = inherited
+        asyncio.run(play(loop, lambda: samples.qsize() >= len(conversations)))
     completions = Completions(lambda: None, batch=1)
     assert all(completions.count(body) == 1 for body in asked), "a replica's public port lets them pass"
     return [samples.get_nowait() for _ in conversations]
 
 
+async def play(loop: ReplicaRolloutLoop, done: Callable[[], bool]) -> None:
+    """Play until it is done, or the loop fails."""
+    rolling = asyncio.create_task(loop.run())
+    while not (done() or rolling.done()):
+        await asyncio.sleep(0.02)
+    rolling.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await rolling
+
+
 def rollout_loop(
     replicas: str, generations: int, samples: queue.Queue, game: type[Game] = Game, at_a_time: int = 1
 ) -> ReplicaRolloutLoop:
-    """What TRL starts in its child process."""
-    PartialState(cpu=True)
-    return ReplicaRolloutLoop(
-        fleet=Fleet([replicas]),
-        term=TERM,
-        max_staleness=60,
-        progress=Progress(syncs=0, trainer={}, prompts=3, later=(4, 6)),
-        nice=0,
-        model_name="policy",
-        dataset=make_dataset("Play Wordle.", 1, seed=0),
-        reward_funcs=[],
-        processing_class=AutoTokenizer.from_pretrained(TOKENIZER),
-        eos_token_ids=[1],
-        environment_factory=game,
-        num_generations=generations,
-        max_inflight_tasks=at_a_time,
-        rollout_buffer=samples,
-        model_version_value=multiprocessing.Value(Syncs, 100, 4),
-        heartbeat_value=multiprocessing.Value("d", 0.0),
-        failed_event=multiprocessing.Event(),
-        exception_info_queue=queue.Queue(),
-        metrics_queue=queue.Queue(),
-    )
+    """What the worker starts in its process."""
+    sizes = {"num_generations": generations, "max_inflight_tasks": at_a_time, "max_staleness": 60}
+    config = AsyncGRPOConfig(bf16=False, use_cpu=True, **sizes)
+    task = Task(make_dataset("Play Wordle.", 1, seed=0), [], game)
+    progress = Progress(syncs=0, trainer={}, prompts=3, later=(4, 6))
+    worker = rollouts.make_worker(str(TOKENIZER), config, task, Fleet([replicas]), TERM, progress)
+    worker.update_model_version(100)
+    worker.inherit(4)
+    shared = {"samples": samples, "metrics": queue.Queue(), "syncs": worker._syncs}
+    return ReplicaRolloutLoop(**worker._options, **shared, heartbeat=worker._heartbeat)
 
 
 def named(sync: int, term: int = TERM) -> dict[str, str]:
@@ -185,24 +173,23 @@ def test_an_answer_of_weights_that_a_fresh_trainer_never_had_is_asked_for_again(
 
 def test_prompts_that_were_trained_on_are_not_played_again():
     loop = rollout_loop("http://127.0.0.1:1", 1, queue.Queue())
-    with contextlib.closing(loop._loop), loop._tool_pool:
-        loop.dataset = make_dataset("Play Wordle.", 4, seed=0)
-        played = [(group, row["seed"]) for group, row in itertools.islice(loop._repeat_iterator(), 4)]
+    loop._task = Task(make_dataset("Play Wordle.", 4, seed=0), [])
+    played = [(group.number, group.row["seed"]) for group in itertools.islice(loop.games(), 4)]
     assert played == [(3, 3), (5, 1), (7, 3), (8, 0)]
 
 
 def test_a_trainer_goes_on_behind_what_was_trained_on_and_gives_up_what_was_dropped():
     groups = TrainedGroups((*range(3), 4))
     assert groups.position() == (3, (4,))
-    groups.update({3, 6})
+    groups.packed({3, 6})
     assert groups.position() == (3, (4,)), "packed only"
     groups.trained(1)
     assert groups.position() == (5, (6,))
-    groups.update(set(range(7, 20_000)))
+    groups.packed(range(7, 20_000))
     groups.trained(1)
     first, later = groups.position()
     assert (first, later) == (20_000, ()), "5 is not waited for for ever"
-    assert len(groups) == 19_999, "TRL counts them"
+    assert len(groups) == 19_999
 
 
 def write_half(samples: "multiprocessing.Queue[object]", written) -> None:
@@ -215,10 +202,8 @@ def write_half(samples: "multiprocessing.Queue[object]", written) -> None:
 @pytest.mark.full
 def test_a_child_that_is_killed_while_it_writes_a_sample_does_not_hold_the_trainer_at_its_end():
     fork = multiprocessing.get_context("fork")
-    worker = object.__new__(ReplicaRolloutWorker)
+    worker = ReplicaRolloutWorker()
     written = fork.Event()
-    worker.rollout_buffer, worker.metrics_queue = fork.Queue(), fork.Queue()
-    worker._stop_event_mp = fork.Event()
     worker._process = child = fork.Process(target=write_half, args=(worker.rollout_buffer, written))
     child.start()
     assert written.wait(PATIENCE_S)
@@ -241,9 +226,7 @@ class Broken(Game):
     ("fault", "cause"),
     [("no such game", "ValueError: no such game"), ("killed", "it was killed, perhaps .*")],
 )
-def test_a_child_that_does_not_start_ends_the_trainer_with_the_cause(fault, cause, monkeypatch):
-    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # TRL is as it was, after this test
-    patches.install()
+def test_a_child_that_does_not_start_ends_the_trainer_with_the_cause(fault, cause):
     config = AsyncGRPOConfig(bf16=False, use_cpu=True)
     task = Task(make_dataset("Play Wordle.", 1, seed=0), [], partial(Broken, fault))
     worker = rollouts.make_worker(str(TOKENIZER), config, task, Fleet([]), 1, None)
@@ -251,19 +234,39 @@ def test_a_child_that_does_not_start_ends_the_trainer_with_the_cause(fault, caus
         worker.start()
 
 
-def test_a_child_that_fails_later_ends_the_trainer_with_the_cause(monkeypatch):
-    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)
-    patches.install()
-    worker = object.__new__(ReplicaRolloutWorker)
-    worker._failed_event, worker._exception_info_queue = threading.Event(), queue.Queue()
-    worker._heartbeat_value = worker._process = mock.Mock(value=time.time(), exitcode=-signal.SIGKILL)
-    with pytest.raises(RolloutError, match=r"rollouts failed: it was killed, perhaps"):
-        worker.check_health(PATIENCE_S)
-    worker._failed_event.set()
-    worker._exception_info_queue.put(("SpacesUnavailableError", "http://r does not answer", "Traceback ..."))
-    sentence = "the process that collects rollouts failed: SpacesUnavailableError: http://r does not answer"
+class Unplayable(Game):
+    def reset(self, **row: object) -> None:
+        raise ValueError("no such game")
+
+
+@pytest.mark.live
+def test_a_child_that_fails_later_ends_the_trainer_with_the_cause():
+    config = AsyncGRPOConfig(bf16=False, use_cpu=True)
+    task = Task(make_dataset("Play Wordle.", 1, seed=0), [], Unplayable)
+    worker = rollouts.make_worker(str(TOKENIZER), config, task, Fleet(["http://127.0.0.1:1"]), 1, None)
+    worker.start()
+    sentence = "the process that collects rollouts failed: ValueError: no such game"
     with pytest.raises(RolloutError, match=f"^{sentence}$"):
-        worker.check_health(1.0)
+        soon(lambda: worker.check_health(PATIENCE_S))
+
+
+def failing_health(worker: ReplicaRolloutWorker, stale_after_s: float = PATIENCE_S) -> str:
+    with pytest.raises(RolloutError) as failed:
+        worker.check_health(stale_after_s)
+    return str(failed.value)
+
+
+def test_a_child_that_is_killed_or_hangs_ends_the_trainer():
+    worker = ReplicaRolloutWorker()
+    worker._messages, child = multiprocessing.Pipe(duplex=False)
+    worker._heartbeat.value = time.time() - 100
+    worker.check_health(1000.0)
+    assert "it has not moved for 100 s" in failing_health(worker, 50.0)
+    child.close()
+    worker._process = mock.Mock(exitcode=-signal.SIGKILL)
+    assert "rollouts failed: it was killed, perhaps because the memory is full" in failing_health(worker)
+    worker._process.exitcode = 3
+    assert "rollouts failed: it ended with exit code 3" in failing_health(worker)
 
 
 @pytest.mark.parametrize(

@@ -73,15 +73,16 @@ def poke(replica: str, poked: Callable[[], object]) -> None:
 
 
 def post(url: str) -> object:
-    """One request of TRL's rollout loop."""
+    """One request of the rollout loop."""
 
     async def ask() -> object:
         async with aiohttp.ClientSession() as session:
             loop = object.__new__(ReplicaRolloutLoop)
             loop.session = session
             loop._max_staleness = 4
-            loop._model_version_value = SimpleNamespace(value=0)
-            return await loop._request(f"{url}/v1/completions", {}, 10.0)
+            loop._syncs = SimpleNamespace(value=0)
+            loop._config = {"request_timeout": 10.0}
+            return await loop._request(f"{url}/v1/completions", {})
 
     return asyncio.run(ask())
 

@@ -164,7 +164,7 @@ def test_the_state_at_the_end_is_that_of_the_last_step(steps, cut, done, interru
     if not interrupted:
         states.on_train_end(args, None, None)
     states.finish()
-    words = {"_sync_weight": "sync", "save_state": "save"}
+    words = {"sync": "sync", "save_state": "save"}
     assert [words[call[0]] for call in trainer.mock_calls if call[0] in words] == done
 
 

@@ -80,7 +80,7 @@ def test_trls_worker_asks_its_vllm_before_the_first_rollout(monkeypatch):
 
     def start(temperature: float, url: str) -> None:
         settings = {"vllm_server_url": url, "temperature": temperature}
-        patches.start(SimpleNamespace(_loop_kwargs=settings))
+        patches.start(SimpleNamespace(settings=settings))
 
     with answering(answer) as url:
         start(1.0, url)

@@ -20,7 +20,7 @@ from tests.support import tiny_policy as tiny
 from tests.support.recorded import BATCH, Recorded, cpu_config
 
 STEPS = 3
-PATCHED = ((async_rollout_worker, "is_vllm_available"), (async_rollout_worker, "_child_main"))
+PATCHED = ((async_rollout_worker, "is_vllm_available"), (async_rollout_worker.AsyncRolloutWorker, "start"))
 if hooks.ADAPTERS.works():
     PATCHED += ((AsyncGRPOTrainer, "_sync_weight_merged"), (AsyncGRPOTrainer, "_streaming_iter"))
 if hooks.ATTENTION.works():

@@ -169,7 +169,7 @@ def _signatures(setup: Setup) -> str:
 
 
 def _versions(setup: Setup) -> str:
-    compat.require(hooks.FEATURES, hooks.EVERY_RANK, hooks.REPLICAS)  # the trainer asks the same
+    compat.require(hooks.FEATURES, hooks.EVERY_RANK)  # the trainer asks the same
     version = compat.installed(hooks.TRL).version
     return f"trl {version} can be used; `delta-weight-sync doctor` examines all packages"
 

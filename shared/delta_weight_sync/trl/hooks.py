@@ -29,12 +29,11 @@ def _transfer(probe: Probe) -> None:
 
 
 def _every_rank(probe: Probe) -> None:
-    """`trainer` overrides `_streaming_iter`, and counts syncs and trained prompts. (trl/0001 would hand the
-    weights of every rank to a weight transfer.)"""
+    """`trainer` overrides `_streaming_iter`, and counts syncs. (trl/0001 would hand the weights of every rank
+    to a weight transfer.)"""
     probe.exactly(_TRAINER, "AsyncGRPOTrainer._streaming_iter", "self")
     probe.calls(_TRAINER, "AsyncGRPOTrainer._sync_weight_merged", "_streaming_iter")
-    counters = "model_version", "_trained_groups", "_last_groups_trained"
-    probe.attributes(_TRAINER, "AsyncGRPOTrainer", *counters)
+    probe.attributes(_TRAINER, "AsyncGRPOTrainer", "model_version")
 
 
 def _adapters(probe: Probe) -> None:
@@ -53,31 +52,21 @@ def _attention(probe: Probe) -> None:
 
 
 def _without_vllm(probe: Probe) -> None:
-    """`patches` passes TRL's check, because rollouts use vLLM over HTTP only. (trl/0004 would drop it.)"""
+    """`patches` passes TRL's check, as its rollouts use vLLM over HTTP only. (trl/0004 would drop it.)"""
     probe.find(_ROLLOUTS, "is_vllm_available")
 
 
 def _child(probe: Probe) -> None:
-    """`patches` ends the rollout process with the trainer, waits for vLLM, and names causes of failures."""
+    """`patches` ends TRL's rollout process with the trainer, waits for vLLM, and names causes of failures."""
     probe.find(_ROLLOUTS, "_child_main")
-    parts = "_loop_kwargs", "_exception_info_queue", "_stop_event_mp"
-    probe.attributes(_ROLLOUTS, "AsyncRolloutWorker", *parts)
+    for method in ("start", "check_health", "stop"):
+        probe.find(_ROLLOUTS, f"AsyncRolloutWorker.{method}")
 
 
-def _replicas(probe: Probe) -> None:
-    """The app's `trainer.rollouts` subclasses TRL's loop, and `trainer.exact` packs samples. (trl/0002 would
-    end the two methods that carry versions from answers to samples.)"""
-    loop = "_AsyncRolloutLoop"
-    probe.exactly(_ROLLOUTS, f"{loop}._repeat_iterator", "self")
-    turns = "self", "prompt", "tool_dict", "tools", "group_id"
-    probe.exactly(_ROLLOUTS, f"{loop}._generate_one", *turns)
-    probe.exactly(_ROLLOUTS, f"{loop}._generate_one_turn", "self", "prompt_ids")
-    probe.exactly(_ROLLOUTS, f"{loop}._score_group", "self", "group")
-    probe.exactly(_ROLLOUTS, f"{loop}._post", "self", "path", "payload", "timeout", "max_retries")
-    probe.find(_ROLLOUTS, "_chain_to_sequences")
-    probe.attributes(_ROLLOUTS, "RolloutSample", "model_version")
-    probe.attributes(_ROLLOUTS, "AsyncRolloutWorker", "_loop_cls", "_model_version_value")
-    probe.find(_PACKING, "TreeRow")
+def _exact(probe: Probe) -> None:
+    """The app's `trainer.exact` packs samples as TRL does, so that the second model computes the same."""
+    for method in ("add", "fits", "pack"):
+        probe.find(_PACKING, f"TreeRow.{method}")
 
 
 def _exists(module: str) -> bool:
@@ -124,12 +113,11 @@ CHILD = Feature(
     _child,
     without="the rollout process runs on if the trainer is killed, and its failures do not name the cause",
 )
-REPLICAS = Feature(
+EXACT = Feature(
     TRL,
-    "rollouts from several replicas, with a sync for each token (`python -m trainer.train`)",
-    _replicas,
-    without="that program does not start; `BucketWeightTransfer` works",
+    "`--exact_old_policy`",
+    _exact,
+    without="old log-probabilities are the engine's",
     since="1.16",
-    upstream="trl/0002",
 )
-FEATURES: tuple[Feature, ...] = (TRANSFER, EVERY_RANK, ADAPTERS, ATTENTION, WITHOUT_VLLM, CHILD, REPLICAS)
+FEATURES: tuple[Feature, ...] = (TRANSFER, EVERY_RANK, ADAPTERS, ATTENTION, WITHOUT_VLLM, CHILD, EXACT)

@@ -6,21 +6,23 @@ TRL needs a GPU that FlashAttention 3 supports, the package `kernels`, the Hub, 
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 
 from delta_weight_sync import compat
+from delta_weight_sync.ending import end_with_parent
 from delta_weight_sync.errors import RolloutError
 from delta_weight_sync.publish import adapters
 from delta_weight_sync.trl import cpu, hooks, sampling
@@ -30,6 +32,7 @@ _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
 _INIT: Any = _WORKER.__init__
 _START: Any = getattr(_WORKER, "start", None)
 _CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
+_STOP: Any = getattr(_WORKER, "stop", None)
 _KILLED = "it was killed, perhaps because the memory is full"
 _TRAINER: Any = async_grpo_trainer.AsyncGRPOTrainer
 _SYNC: Any = getattr(_TRAINER, "_sync_weight_merged", None)
@@ -50,7 +53,6 @@ def install(*needed: compat.Feature) -> None:
         # TRL's rollout process does not end if the trainer is killed (kill -9). If that process fails, TRL's
         # errors do not name the cause, and TRL's `stop` may wait forever. Remove this once that process
         # watches its parent and reports all errors, and `stop` does not wait for a dead process.
-        _replace(async_rollout_worker, "_child_main", play_rollouts)
         for name, method in (("start", start), ("check_health", check_health), ("stop", stop)):
             _replace(_WORKER, name, method)
     # TRL neither asks vLLM how it makes log-probabilities, nor refuses what its loss does not compute. Remove
@@ -85,15 +87,16 @@ def weights(trainer: Any) -> Any:
     return model if isinstance(model, adapters.Merged) else _WEIGHTS(trainer)
 
 
-def play_rollouts(*arguments: Any) -> None:
-    """Replace the main function of TRL's rollout process: report any error, and end when the trainer ends."""
+def play_rollouts(messages: Connection, *arguments: Any) -> None:
+    """Replace the main function of TRL's rollout process: end when the trainer ends, and send this process's
+    number, then any error."""
+    messages.send(os.getpid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, the trainer ends this process (`stop`)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     try:
         _CHILD_MAIN(*arguments)
     except Exception as error:
-        *_, failures, _ = arguments  # TRL's queue for errors in rollouts
-        failures.put((type(error).__name__, str(error), ""))
+        messages.send(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -101,24 +104,35 @@ def init(worker: Any, *args: Any, **options: Any) -> None:
     """Make TRL's rollout worker. Raises `ConfigError` for sampling whose ratios TRL cannot compute."""
     sampling.require_exact(options)
     _INIT(worker, *args, **options)
+    worker.settings = options
 
 
 def start(worker: Any) -> None:
     """Start the rollout process once vLLM answers. Raises `RolloutError` with the cause if that fails, and
     `ConfigError` if vLLM's log-probabilities would make ratios wrong."""
-    if url := worker._loop_kwargs.get("vllm_server_url"):
+    settings = getattr(worker, "settings", {})  # none if it was made before `install`
+    if url := settings.get("vllm_server_url"):
         _await_server(url)
-        sampling.require_replica(worker._loop_kwargs, url, _SERVER_S)
+        sampling.require_replica(settings, url, _SERVER_S)
+    messages, sender = multiprocessing.Pipe(duplex=False)
+    _replace(async_rollout_worker, "_child_main", functools.partial(play_rollouts, sender))
     try:
         _START(worker)
     except RuntimeError as error:
         cause = str(error).replace("Check the child's stderr for the traceback", "See the lines above")
         if f"exitcode=-{signal.SIGKILL}" in cause:
             cause = _KILLED
-        with contextlib.suppress(queue.Empty):
-            name, message, _ = worker._exception_info_queue.get(timeout=1.0)
-            cause = f"{name}: {message}"
+        sender.close()  # so that the process's end is seen
+        with contextlib.suppress(EOFError):
+            while messages.poll(1.0):
+                if isinstance(said := messages.recv(), str):
+                    cause = said
         raise RolloutError(f"the process that collects rollouts did not start: {cause}") from error
+    finally:
+        _replace(async_rollout_worker, "_child_main", _CHILD_MAIN)
+    if messages.poll():  # not if it ran already
+        number = messages.recv()
+        (worker.process,) = (child for child in multiprocessing.active_children() if child.pid == number)
 
 
 def _await_server(url: str) -> None:
@@ -147,7 +161,8 @@ def check_health(worker: Any, stale_after_s: float) -> None:
     """Raise `RolloutError` with the cause if the rollout process failed or hangs."""
     try:
         _CHECK_HEALTH(worker, stale_after_s)
-        code = worker._process and worker._process.exitcode
+        process = getattr(worker, "process", None)
+        code = process and process.exitcode
         if code and code != -signal.SIGTERM:  # perhaps the trainer was sent the same signal
             raise RuntimeError(_KILLED if code == -signal.SIGKILL else f"it ended with exit code {code}")
     except RuntimeError as error:
@@ -157,18 +172,12 @@ def check_health(worker: Any, stale_after_s: float) -> None:
 
 def stop(worker: Any) -> None:
     """End the rollout process within a second."""
-    process = worker._process
-    worker._process = None
-    if process and process.is_alive():
-        # If a child died while it waited for this event, `set` blocks forever, so a thread calls `set`.
-        threading.Thread(target=worker._stop_event_mp.set, daemon=True).start()
-        process.join(1.0)
+    # If a child died while it waited for TRL's event, TRL's method waits forever, so a thread calls it.
+    stopping = threading.Thread(target=_STOP, args=[worker], daemon=True)
+    stopping.start()
+    stopping.join(1.0)
+    if process := getattr(worker, "process", None):
         process.kill()  # a child with unread samples does not exit by itself
         process.join()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)
+        worker.process = None
+    stopping.join(1.0)

@@ -4,16 +4,15 @@ It uses TRL internals; `hooks.EVERY_RANK` names most of them.
 """
 
 import itertools
-import json
+import math
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
@@ -41,9 +40,9 @@ class Progress:
 
 
 class TrainedGroups(set[int]):
-    """The numbers of the prompts that were trained on; a *group* is the samples of one prompt. TRL calls
-    `update` when it packs a batch, before it trains on the batch. So `update` only queues the batch's
-    prompts, until `trained` is called after a step."""
+    """The numbers of the prompts that were trained on; a *group* is the samples of one prompt. TRL packs a
+    batch before it trains on it. So `packed` only queues the batch's prompts, until `trained` is called
+    after a step."""
 
     def __init__(self, groups: Iterable[int]) -> None:
         super().__init__(groups)
@@ -51,9 +50,9 @@ class TrainedGroups(set[int]):
         self._first = 0
         self._newest = max(self, default=-1)
 
-    def update(self, *batches: Iterable[int]) -> None:
-        """Queue the prompts of each batch until `trained` counts them."""
-        self._ahead.extend(set(batch) for batch in batches)
+    def packed(self, batch: Iterable[int]) -> None:
+        """Queue the prompts of a batch until `trained` counts them."""
+        self._ahead.append(set(batch))
 
     def position(self) -> tuple[int, tuple[int, ...]]:
         """Return the first prompt that was not trained on yet, and all later prompts that were.
@@ -67,7 +66,7 @@ class TrainedGroups(set[int]):
     def trained(self, batches: int) -> None:
         """Count the prompts of the next `batches` batches as trained on."""
         for _ in range(min(batches, len(self._ahead))):
-            super().update(batch := self._ahead.popleft())
+            self.update(batch := self._ahead.popleft())
             self._newest = max(batch | {self._newest})
 
 
@@ -87,16 +86,18 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
     def __init__(
         self, *, on_sync: Callable[[Model, int], None], resumed_from: Progress | None = None, **kwargs: Any
     ) -> None:
+        args = kwargs["args"]
+        epochs = args.num_train_epochs if args.max_steps <= 0 else 0  # TRL will set `max_steps`
         super().__init__(weight_transfer=object(), **kwargs)  # with any object, TRL makes no vLLM client
         self.weight_transfer = None  # now TRL iterates over `_streaming_iter` by itself, on every rank
         self._on_sync = on_sync
         self._resumed_from = resumed_from
         groups = (*range(resumed_from.prompts), *resumed_from.later) if resumed_from else ()
-        self._trained_groups = self.groups = TrainedGroups(groups)
-        # At each step, TRL logs by how much the number of trained groups has grown since this number.
-        self._last_groups_trained = len(self.groups)
+        self.groups = TrainedGroups(groups)
         if resumed_from:
             self.model_version = resumed_from.syncs - 1  # TRL begins with a sync, which repeats the last one
+            if epochs:
+                self.add_callback(_EpochsEnd(self, math.ceil(epochs * len(kwargs["train_dataset"]))))
 
     def begin(self) -> None:
         """Train until the end, after `resumed_from` if that is set."""
@@ -106,15 +107,34 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         # TRL resumes only from a folder. This folder has the progress; the state in the bucket has all else.
         with tempfile.TemporaryDirectory() as folder:
             TrainerState(**self._resumed_from.trainer).save_to_json(f"{folder}/{TRAINER_STATE_NAME}")
-            # TRL would add `prompt_index` to the number of trained prompts, but `groups` counts them all.
-            rollouts = {"prompt_index": 0, "model_version": self.model_version}
-            Path(folder, "rollout_state.json").write_text(json.dumps(rollouts))
             self.train(resume_from_checkpoint=folder)
 
     def progress(self) -> Progress:
         """Return the progress of this trainer."""
         kept = {name: getattr(self.state, name) for name in (*_KEPT, *_COMPARED)}
         return Progress(self.model_version, kept, *self.groups.position())
+
+    def sync(self) -> None:
+        """Publish outside of TRL's loop, as after a sync in it. Only rank 0 counts syncs."""
+        self._on_sync(self.weights(), self.model_version + 1)
+        if self.accelerator.is_main_process:
+            self.model_version += 1
+            self.rollout_worker.update_model_version(self.model_version)
+
+    def get_train_dataloader(self) -> Any:
+        """TRL's batches; notes the prompts of each in `groups`."""
+        batches = super().get_train_dataloader()
+        if self.accelerator.is_main_process:
+            loader = getattr(batches, "base_dataloader", batches)  # accelerate's object asks this one
+            pack = loader.collate_fn
+
+            def packed(rows: list[list[Any]]) -> Any:
+                (ranks,) = rows  # TRL packs a row for each rank
+                self.groups.packed(sample["group_id"] for row in ranks for sample in row.samples)
+                return pack(rows)
+
+            loader.collate_fn = packed
+        return batches
 
     def _load_from_checkpoint(self, *_: Any) -> None:
         """Load nothing: the weights come from the bucket."""
@@ -127,6 +147,21 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
     def _streaming_iter(self) -> Named:
         self._on_sync(self.weights(), self.model_version + 1)
         yield from ()  # TRL iterates over the result; nothing is left to send
+
+
+class _EpochsEnd(TrainerCallback):
+    """Ends training on all ranks once `prompts` were trained on, also by earlier trainers. TRL counts only
+    those of this trainer."""
+
+    def __init__(self, trainer: BucketGRPOTrainer, prompts: int) -> None:
+        self._trainer = trainer
+        self._prompts = prompts
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        accelerator = self._trainer.accelerator
+        done = torch.tensor(int(len(self._trainer.groups) >= self._prompts), device=accelerator.device)
+        if accelerator.reduce(done, reduction="sum").item():  # only the main rank counts
+            control.should_training_stop = True
 
 
 def live_weights(model: torch.nn.Module) -> Named:
