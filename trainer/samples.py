@@ -95,7 +95,7 @@ class Conversation:
         self.prompt = prompt
         self.completion: Messages = []
         self.ids: list[int] = []  # the tokens of all answers
-        self.rows: list[Row] = []
+        self.rows = [Row()]
         self.turns = 0
         self.oldest = sys.maxsize  # the oldest sync whose weights generated a token
         self.replica = ""  # the replica that got the last request
@@ -111,7 +111,7 @@ class Conversation:
         Tokens of later syncs stay `UNKNOWN`. In the age of the answer, they count as `last`.
 
         Each turn's prompt is the whole conversation, tokenized again. It may differ from the tokens of the
-        row. Up to `fork_threshold_tokens` at the end of the last answer become what the prompt has, and are
+        row. Fewer than `forks_at` tokens at the end of the last answer become what the prompt has, and are
         not trained on, because the policy did not write them so. A larger difference begins a new row.
         """
         syncs = np.full(len(ids), UNKNOWN)
@@ -120,10 +120,10 @@ class Conversation:
                 if entry["weights"]["sync"] <= last:
                     syncs[start:end] = entry["weights"]["sync"]
         self.oldest = min(self.oldest, made[0]["weights"]["sync"] if made else 0, last)
-        row = self.rows[-1] if self.rows else Row()
+        row = self.rows[-1]
         same = _common(row.tokens, prompt)
         drift = len(row.tokens) - same
-        if not self.rows or (drift and (same < row.begun or drift >= self._forks_at)):
+        if drift and (same < row.begun or drift >= self._forks_at):
             self.rows.append(row := Row())
             same = 0
         row.keep(same)

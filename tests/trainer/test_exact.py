@@ -180,7 +180,9 @@ def taken(past: PastPolicy, samples: list[TracedSample]) -> tuple[list[dict[str,
         waiting.put(each)
     metrics: dict[str, Any] = {"train": defaultdict(list)}
     batch = SimpleNamespace(per_device_train_batch_size=len(samples))
-    trainer = SimpleNamespace(_metrics=metrics, accelerator=SimpleNamespace(autocast=nullcontext), args=batch)
+    worker = SimpleNamespace(metrics_queue=queue.Queue())
+    accelerator = SimpleNamespace(autocast=nullcontext)
+    trainer = SimpleNamespace(rollout_worker=worker, accelerator=accelerator, args=batch)
     dataset = RolloutQueueDataset(
         exact.ExactSamples(waiting, past, trainer, None),
         model_version_fn=lambda: SYNCS,
@@ -192,6 +194,9 @@ def taken(past: PastPolicy, samples: list[TracedSample]) -> tuple[list[dict[str,
     collate = DataCollatorForRollout(0)
     batches = iter(FixedCountBatcher(dataset, 1, 1))
     found = [collate.torch_call([next(batches)]) for _ in samples]
+    while not worker.metrics_queue.empty():  # as TRL does when it logs
+        for name, value in worker.metrics_queue.get().items():
+            metrics["train"][name].append(value)
     return found, {name: _reduce_metric(name, values) for name, values in metrics["train"].items()}
 
 

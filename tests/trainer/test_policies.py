@@ -1,4 +1,4 @@
-"""The policies that ship: their tokens in TRL's rollout loop, Wordle's play, and SmolLM2's checkpoint."""
+"""The policies that ship: their tokens in the rollout loop, Wordle's play, and SmolLM2's checkpoint."""
 
 import itertools
 from functools import partial

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import aiohttp
@@ -58,7 +59,9 @@ class Game:
         return 1.0
 
 
-def samples_of(conversations: list[list[dict[str, str]]], inherited: int = 4) -> list:
+def samples_of(
+    conversations: list[list[dict[str, str]]], inherited: int = 4, game: type[Game] = Game
+) -> list:
     """One group of samples, each conversation with the headers of its turns: a guess, then an end."""
     tokens = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER))
     turns = itertools.cycle([tokens.call("crane"), [tokens.end_of_turn]])
@@ -74,7 +77,7 @@ def samples_of(conversations: list[list[dict[str, str]]], inherited: int = 4) ->
         return 200, {"content-type": "application/json", **next(headers)}, body
 
     with answering(answer) as url:
-        loop = rollout_loop(url, len(conversations), samples)
+        loop = rollout_loop(url, len(conversations), samples, game)
         loop._syncs.inherited = inherited
         asyncio.run(play(loop, lambda: samples.qsize() >= len(conversations)))
     completions = Completions(lambda: None, batch=1)
@@ -169,6 +172,35 @@ def test_an_answer_of_weights_that_a_fresh_trainer_never_had_is_asked_for_again(
     monkeypatch.setattr(rollouts, "_REST_S", 0.0)
     (sample,) = samples_of([[turn, spanned((101, 0, 1))]], inherited=0)
     assert sample.token_syncs[sample.completion_mask == 1].tolist() == [101]
+
+
+class Judged(Game):
+    def reset(self, **row):
+        return " Begin."
+
+    def guess(self, word: str) -> str:
+        """Guess a word.
+
+        Args:
+            word: A five-letter word.
+        """
+        raise ValueError(f"{word} is no word")
+
+    rewards: ClassVar = iter([3.0, None, 1.0])
+
+    def get_reward(self) -> float:
+        return next(self.rewards)
+
+
+def test_a_group_is_scored_without_the_games_that_have_no_reward():
+    """The policy reads what a game shows first, and why a tool fails."""
+    samples = samples_of([[named(5), named(5)]] * 3, game=Judged)
+    assert [sample.advantage for sample in samples] == pytest.approx([1.0, 0.0, -1.0])
+    assert [str(sample.metrics["reward"]) for sample in samples] == ["3.0", "nan", "1.0"]
+    for sample in samples:
+        assert sample.prompt[-1]["content"] == "Play Wordle. Begin."
+        assert sample.completion[1]["content"] == "{'error': 'crane is no word'}"
+        assert sample.metrics["tools/failure_frequency"] == 1.0
 
 
 def test_prompts_that_were_trained_on_are_not_played_again():

@@ -1,6 +1,6 @@
 """Tokenizers of the small policies: bytes, and phrases as single tokens, with the chat template of SmolLM2.
 
-A Wordle game is exactly what TRL's rollout loop renders for one tool, `guess(word: str)`.
+A Wordle game is exactly what the rollout loop renders for one tool, `guess(word: str)`.
 """
 
 from collections.abc import Sequence

@@ -48,9 +48,8 @@ class WordleEnv:
     """Plays one game at a time over HTTP. All members of a GRPO group have the same seed and secret.
 
     A request whose answer was lost is repeated. The repetition has no second effect, because the client
-    chooses the session's id and numbers the turns. `reset` sends no request, because TRL awaits each
-    `reset` before it starts the next. The first request after `reset` opens the session. It runs in
-    parallel with the requests of other games.
+    chooses the session's id and numbers the turns. `reset` sends no request; the first request after it
+    opens the session.
     """
 
     def __init__(self, url: str) -> None:

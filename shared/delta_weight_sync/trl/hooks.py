@@ -117,7 +117,7 @@ EXACT = Feature(
     TRL,
     "`--exact_old_policy`",
     _exact,
-    without="old log-probabilities are the engine's",
+    without="the option is refused",
     since="1.16",
 )
 FEATURES: tuple[Feature, ...] = (TRANSFER, EVERY_RANK, ADAPTERS, ATTENTION, WITHOUT_VLLM, CHILD, EXACT)
