@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
 from tests.live.conftest import BLOCK
 from tests.live.replica import HEADERS, PATIENCE_S, Answer, Replica, ask, body
@@ -171,6 +172,10 @@ def test_every_choice_of_every_kind_of_answer_has_its_spans(trainer, replica):
         assert last["policy_versions"] == [{"weights": weights, "tokens": tokens}]
         assert last["usage"]["completion_tokens"] == 12
         assert made_by(client.get("/v1/models")) == [{"weights": weights}]
+    with OpenAI(base_url=f"{replica.url}/v1", api_key="unused", default_headers=HEADERS) as openai:
+        asked = {"model": "policy", "prompt": "hi", "max_tokens": 5, "extra_body": {"ignore_eos": True}}
+        *_, last = openai.completions.create(**asked, stream=True)
+        assert last.policy_versions == [{"weights": weights, "tokens": [[0, 0, 5]]}]
 
 
 def made_by(answer: httpx.Response) -> Any:
