@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from huggingface_hub import get_token
-
 from delta_weight_sync.errors import ConfigError
 
 _SENDABLE: Final = re.compile(r"[!-~]*")
@@ -50,6 +48,8 @@ def hub_token(url: str) -> str:
     origin = _origin(url)
     if origin is None or (origin[0], origin[2]) != ("https", 443) or not origin[1].endswith(".hf.space"):
         return ""
+    from huggingface_hub import get_token  # takes a second to import, and most commands ask no Space
+
     token = variable("SPACE_HF_TOKEN") if is_own(url) else ""
     if token and token == get_token():
         raise ConfigError("SPACE_HF_TOKEN is HF_TOKEN, which may write: set it to a token of type Read")
