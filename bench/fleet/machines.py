@@ -356,6 +356,8 @@ class CountedLayout:
 class CountedEngine:
     """In place of `vllm.engine.Engine`."""
 
+    quantized = None
+
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._step_ends = 0.0
@@ -367,6 +369,9 @@ class CountedEngine:
     def serves(self, _: Path) -> bool:
         """As in `Engine`."""
         return True
+
+    def drafts(self) -> None:
+        """As in `Engine`."""
 
     def take(self, paths: Sequence[Path], *_: str) -> Times:
         """As in `Engine`."""

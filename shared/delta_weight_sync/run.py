@@ -80,8 +80,8 @@ class Run:
             FolderError: `folder` is a file, or may not be made.
             NoVersionError, BucketError: As for `manifest`.
         """
-        make_folder(Path(folder))
         manifest = self._reader.manifest(version)
+        make_folder(Path(folder))
         self._reader.checkout(manifest, Path(folder))
         return manifest
 

@@ -107,7 +107,8 @@ def test_the_backend_for_vllm_calls_what_the_library_has():
     tree = ast.parse((installed("delta_weight_sync") / "vllm" / "worker.py").read_text())
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     call = functions["call"].args
-    assert [arg.arg for arg in call.args[1:]] == ["op"]
+    assert call.args[1].arg == "op"
+    assert len(call.defaults) == len(call.args) - 2, "the other arguments may be left out"
     assert call.kwarg is not None
     assert {"learn", "stage", "staged", "commit"} <= functions.keys()
 
