@@ -305,7 +305,7 @@ def ask(server: Server, prompt: str, **more: Any) -> tuple[dict[str, Any], list[
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
 def test_greedy_tokens_are_those_of_a_fresh_load_of_each_version(engine, versions, tmp_path):
     """vLLM adds up in another order, so it may differ where a rounding decides. Prompts for which it does are
     those to which the same weights in float32 answer otherwise."""

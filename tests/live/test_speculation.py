@@ -107,6 +107,7 @@ def speculate(folder: Path, **config: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_n_grams(policy):
     found = speculate(
         policy, method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
@@ -121,6 +122,7 @@ def test_a_draft_from_the_models_checkpoint_follows(policy):
     assert found["before"]["acceptance"] == found["after"]["acceptance"] == found["fresh"]["acceptance"]
 
 
+@pytest.mark.long
 def test_a_draft_from_elsewhere_keeps_its_weights(policy):
     found = speculate(policy, method="draft_model", model=str(policy / "elsewhere"), num_speculative_tokens=3)
     assert found["learned"]["drafts"] == {"method": "draft_model", "kept": ELSEWHERE}
