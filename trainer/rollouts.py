@@ -99,6 +99,20 @@ def _made_by(headers: Mapping[str, str]) -> list[MadeBy]:
         raise aiohttp.ClientError(str(error)) from error
 
 
+def _read_choice(answer: dict[str, Any]) -> tuple[list[int], list[float], bool]:
+    """The tokens of a replica's answer, their log-probabilities, and whether the limit of tokens ended it."""
+    try:
+        (choice,) = answer["choices"]
+        ids = list[int](choice["token_ids"])
+        log_probs = list[float](choice["logprobs"]["token_logprobs"])
+    except (LookupError, TypeError, ValueError) as error:
+        lacks = "its answer lacks tokens or their log-probabilities: is it vLLM?"
+        raise aiohttp.ClientError(lacks) from error
+    if len(ids) != len(log_probs):
+        raise aiohttp.ClientError(f"{len(ids)} tokens have {len(log_probs)} log-probabilities")
+    return ids, log_probs, choice.get("finish_reason") == "length"
+
+
 @dataclass
 class Group:
     """The conversations about one row of the data set."""
@@ -276,7 +290,6 @@ class ReplicaRolloutLoop:
     def _measure(self, conversation: Conversation, duration_s: float, cut: bool) -> None:
         clock = time.monotonic()
         length = len(conversation.ids)
-        ends = (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         metrics: dict[str, float | tuple[float, float]] = {
             "completions/mean_length": (length, 1),
             "completions/max_length": float(length),
@@ -288,7 +301,7 @@ class ReplicaRolloutLoop:
             "rollout/generated_tok_s": (length, clock - self._reported),
         }
         if length:
-            metrics["completions/clipped_ratio"] = (conversation.ids[-1] not in ends, 1)
+            metrics["completions/clipped_ratio"] = (conversation.cut_off, 1)
         if self._tools:
             metrics["tools/loop_exhausted_frac"] = (cut, 1)
         self._reported = clock
@@ -371,11 +384,7 @@ class ReplicaRolloutLoop:
                     raise aiohttp.ClientError(problem)
                 entries = _made_by(headers)
                 last = self._last_known_sync(entries[0]["weights"] if entries else None)
-                (choice,) = answer["choices"]
-                ids: list[int] = choice["token_ids"]
-                log_probs = choice["logprobs"]["token_logprobs"]
-                if len(ids) != len(log_probs):
-                    raise aiohttp.ClientError(f"{len(ids)} tokens have {len(log_probs)} log-probabilities")
+                ids, log_probs, conversation.cut_off = _read_choice(answer)
                 conversation.add_turn(prompt, ids, log_probs, entries, last)
                 return ids
             except _RETRIED as error:

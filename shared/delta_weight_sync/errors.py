@@ -74,7 +74,7 @@ class FolderError(ConfigError):
 class MissingExtraError(ConfigError, ImportError):
     """A feature needs an extra of this library, and a package of that extra is not installed."""
 
-    def __init__(self, what: str, extra: str, error: ModuleNotFoundError) -> None:
+    def __init__(self, what: str, extra: str, error: ImportError) -> None:
         super().__init__(
             f"{what} needs {error.name}, which is missing: run `pip install '.[{extra}]'` in the checkout"
         )

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -119,8 +120,8 @@ class Exported:
             self.add(name, places)
 
 
-class Target:
-    """Where values go. The subclasses' `_write` takes a row of new values."""
+class Target(ABC):
+    """Where values go."""
 
     name: ClassVar[str] = ""
 
@@ -143,13 +144,14 @@ class Target:
             self._store()
             self._stored = True
 
+    @abstractmethod
     def _write(self, row: Row) -> None:
-        raise NotImplementedError
+        """Export a row of new values."""
 
-    def _store(self) -> None:
-        pass
+    def _store(self) -> None:  # noqa: B027 - printed lines need none
+        """Store what was written."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """End. What was not stored may be lost."""
 
 
@@ -188,11 +190,13 @@ class _Kept(Target):
                 raise FolderError(f"{folder} has the export of another run: name a new folder with --into")
             self._exported.loads(exported)
 
+    @abstractmethod
     def _open(self, folder: Path, run: str, info: RunInfo, project: str) -> None:
-        raise NotImplementedError
+        """Open the target, and note in `_exported` what it has."""
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """Close the target."""
 
     def _store(self) -> None:
         temporary = self._record.with_suffix(".new")

@@ -38,7 +38,7 @@ try:
     from transformers.cli.serving.completion import CompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import GenerateManager, GenerationState
-except ModuleNotFoundError as error:
+except ImportError as error:  # a package is missing, or its release has other modules
     raise MissingExtraError("serving without vLLM", "serve", error) from error
 
 from delta_weight_sync.checkpoint import dtype_of, words_shape
@@ -269,15 +269,16 @@ def create_app(
     completion = CompletionHandler(**parts)
 
     async def answer(handler: Any, request: Request, body: dict[str, Any]) -> Any:
-        if follower.serving is None:
+        serving = follower.serving
+        if serving is None:
             raise HTTPException(503, "no version is served yet: the status says why")
         if "x-policy-exact-sync" in request.headers:
             raise HTTPException(501, "x-policy-exact-sync needs vLLM: leave it out, or install vLLM")
         oldest = request.headers.get("x-policy-min-sync", "0")
-        if not oldest.isdecimal():
+        if not (oldest.isascii() and oldest.isdecimal() and len(oldest) < 19):
             raise HTTPException(400, "x-policy-min-sync must be the number of a sync")
-        if follower.serving.sync < int(oldest):
-            has = f"this server has sync {follower.serving.sync}, but the request needs sync {oldest}"
+        if serving.sync < int(oldest):
+            has = f"this server has sync {serving.sync}, but the request needs sync {oldest}"
             raise HTTPException(503, f"{has}: try again later", {"Retry-After": "1"})
         if "max_completion_tokens" in body:
             body["max_tokens"] = body.pop("max_completion_tokens")

@@ -27,7 +27,8 @@ def ask(engine: Engine) -> dict[str, Any]:
     engine.forget()
     outputs = [engine.until(engine.ask(prompt, 24)) for prompt in PROMPTS]
     after = read_counts({"method": "any"})
-    drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
+    drafted = after.drafted - before.drafted
+    accepted = after.accepted - before.accepted
     return {"tokens": [tokens(output) for output in outputs], "acceptance": accepted / drafted}
 
 

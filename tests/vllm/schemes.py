@@ -209,7 +209,8 @@ def examine(base: Path, scheme: str, trouble: str, deltas: int) -> dict[str, Any
         state = new
         if turn % 10 == 0:
             fresh = Worker(write(state, base, scratch), scheme, **options)
-            mine, theirs = live.memory(), fresh.memory()
+            mine = live.memory()
+            theirs = fresh.memory()
             found["unequal"] += [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
             facts = fresh.call("learn", shapes=shapes)
             if facts["quantized"]["digest"] != answer["quantized"]["digest"]:

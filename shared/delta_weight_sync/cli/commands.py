@@ -349,7 +349,8 @@ def _bisect(arguments: Arguments) -> None:
 
 def _bisect_scores(arguments: Arguments) -> None:
     """Name the first version whose score is beyond the limit, between --good and --bad."""
-    below, above = arguments.below, arguments.above
+    below = arguments.below
+    above = arguments.above
     if below is None and above is None:
         raise CommandError("--score needs a limit: add --below or --above")
     reader = opened(arguments)

@@ -352,9 +352,13 @@ def _merge(piece: Piece, wanted: str | None) -> torch.Tensor:
             result[number, rows] = exact if is_wide else _odd(exact)
     if not isinstance(given, DTensor):
         return merged
-    shape, stride = given.shape, given.stride()
     return DTensor.from_local(
-        merged, given.device_mesh, given.placements, run_check=False, shape=shape, stride=stride
+        merged,
+        given.device_mesh,
+        given.placements,
+        run_check=False,
+        shape=given.shape,
+        stride=given.stride(),
     )
 
 
@@ -420,11 +424,13 @@ def _matrices(tensor: torch.Tensor) -> torch.Tensor:
 
 def _part(term: Term, block: Block, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A term's factors for matrix `number` of a block."""
-    left, right = term.left, term.right
+    left = term.left
+    right = term.right
     at = [slice(start, start + size) for start, size in zip(block.offset, block.extent, strict=True)]
     if left.dim() == 3:
         number += at.pop(0).start
-        left, right = left[number], right[number]
+        left = left[number]
+        right = right[number]
     columns = at[1] if len(at) > 1 else slice(None)
     return left[at[0]], right[:, columns]
 

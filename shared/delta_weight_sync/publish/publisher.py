@@ -1,7 +1,6 @@
 """Publishes the weights of a training loop, of one process or several, as versions in a bucket."""
 
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from delta_weight_sync import errors
 from delta_weight_sync.checkpoint import Bits, Spec, Specs, dtype_of
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import tensor_digest, to_hex
-from delta_weight_sync.publish import arguments
+from delta_weight_sync.publish import arguments, restarts
 from delta_weight_sync.publish.adapters import Merged, adapted, unwrapped
 from delta_weight_sync.publish.base import MERGED, PEFT, Base
 from delta_weight_sync.publish.hub_copy import HubCopy
@@ -32,7 +31,7 @@ from delta_weight_sync.publish.states import FoundState, StateRecord, StateSaver
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
-from delta_weight_sync.records import Manifest, RunInfo, parse
+from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import METRICS, RunLogWriter, StepEvent, finite
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import SIGNING_KEY, writer_keys
@@ -43,7 +42,6 @@ __all__ = ["Publisher", "checkpoint_weights"]
 DEFAULT_RUN = "main"
 Model = torch.nn.Module | Merged | Weights | Mapping[str, torch.Tensor]
 _TIMEOUT_S = 600.0
-_LOOK_BACK = 100  # how many versions are read to log which of them a trainer starts with
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -258,7 +256,8 @@ class Publisher:
             sync = last + 1 if step is None else arguments.whole_step(step, newest)
         if earlier and earlier.version > 0 and not self._fresh:
             with self._peers.fail_together():
-                untrained = self._untrained_digest() if self._peers.main else ""
+                known = (self.reader, self._start, self._outbox.specs)
+                untrained = restarts.untrained_digest(*known) if self._peers.main else ""
             self._outbox.refused = self._peers.exchange(untrained)[0]
         self.sync = sync
         self._has_version = True
@@ -269,7 +268,8 @@ class Publisher:
         with self._peers.fail_together(parts):
             self._outbox.publish(parts, self.sync, first=first)
         if earlier and earlier.version > 0 and self._peers.main:
-            self._log_start(earlier)
+            with Guard("the search for the weights with which this trainer starts"):
+                restarts.log_start(self.reader, earlier, self._outbox.digest)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write metrics of the training loop into the run's log, for the dashboard.
@@ -552,45 +552,6 @@ class Publisher:
                 *(len(rounded), rounded[0], plan.source or "the run"),
             )
         self._rounding_known = True
-
-    def _untrained_digest(self) -> str:
-        """The digest of version 0, on the main rank; "" if neither the run nor its base tells it."""
-        with contextlib.suppress(errors.ProtocolError):
-            return self.reader.manifest(0).digest
-        # Its manifest was deleted. `base` is as good if the run began with it: not if it is a later checkout.
-        specs = self._outbox.specs
-        with contextlib.suppress(errors.ProtocolError, errors.ObjectMissingError, errors.CheckpointError):
-            key = self.reader.keys.info
-            info = parse(RunInfo, self.reader.bucket.get(key), key)
-            stored = self._start.checkpoint if self._start and self._start.name == info.model else None
-            if stored and specs and specs.keys() <= stored.specs.keys():
-                words = ((name, stored.read(name, spec.dtype)) for name, spec in specs.items())
-                return to_hex(sum(itertools.starmap(tensor_digest, words)))
-        return ""
-
-    def _log_start(self, newest: Manifest) -> None:
-        """Log which version has the weights with which this trainer starts; `newest` came before them."""
-        run = self.reader.keys.run
-        manifest: Manifest | None = newest
-        with contextlib.suppress(errors.DeltaWeightSyncError):  # a log line must not stop the training
-            for _ in range(_LOOK_BACK):
-                if manifest is None or manifest.digest == self._outbox.digest:
-                    break
-                manifest = self.reader.parent(manifest)
-        if self._outbox.digest == newest.digest:
-            _log.info("run %r continues from version %d", run, newest.version)
-        elif manifest and manifest.digest == self._outbox.digest:
-            _log.warning(
-                "run %r goes back from version %d (sync %d) to the weights of version %d (sync %d), with"
-                " which this trainer starts: the next version holds them",
-                *(run, newest.version, newest.sync, manifest.version, manifest.sync),
-            )
-        else:
-            _log.warning(
-                "run %r has versions up to %d, but this trainer resumed no state: the next version holds the"
-                " weights with which this trainer starts; for a separate run, choose another name",
-                *(run, newest.version),
-            )
 
     def _whole(self, weights: Model, plan: Plan) -> Iterator[Held]:
         for name, tensor in self._named(weights, plan):

@@ -132,7 +132,8 @@ def start(worker: Any) -> None:
         _replace(async_rollout_worker, "_child_main", _CHILD_MAIN)
     if messages.poll():  # not if it ran already
         number = messages.recv()
-        (worker.process,) = (child for child in multiprocessing.active_children() if child.pid == number)
+        children = (child for child in multiprocessing.active_children() if child.pid == number)
+        worker.process = next(children, None)  # None if it has ended: TRL's `check_health` says so
 
 
 def _await_server(url: str) -> None:

@@ -18,12 +18,14 @@ from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError, EngineError, WorkerError
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import Drafts, Quantization
+from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks, takes_images
 from delta_weight_sync.vllm.disk import Dtypes, Shapes
 
 _POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; each poll waits for vLLM's step
 _TIMEOUT_S = 600.0  # for one answer; staging has no limit; `learn`, the slowest other call, takes seconds
 _CHECK_S = 1.0  # how often a call checks that vLLM still lives
+_reporting = Guard("the report on quantized weights")
 
 
 def label_of(manifest: Manifest) -> str:
@@ -178,7 +180,9 @@ class Engine:
 
     def _note(self, answer: dict[str, Any]) -> None:
         found = answer.get("quantized")
-        self.quantized = Quantization.model_validate(found) if found else None
+        self.quantized = None
+        with _reporting:  # the weights are live, whatever a report says of them
+            self.quantized = Quantization.model_validate(found) if found else None
 
     def _until_done(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         pause, longest = _POLL_S

@@ -452,7 +452,8 @@ def _apart(config: Any) -> Any:
 
 def _like(tensor: torch.Tensor, parameter: Any) -> Any:
     """Give `tensor` the class and the attributes of a parameter of vLLM."""
-    tensor.__class__, tensor.__dict__ = parameter.__class__, parameter.__dict__.copy()
+    tensor.__class__ = parameter.__class__
+    tensor.__dict__ = parameter.__dict__.copy()
     return tensor
 
 
