@@ -325,7 +325,8 @@ class ReplicaRolloutLoop:
         table = np.array([*found.values()], dtype=float)  # None becomes NaN
         total = np.where(np.isnan(table).all(0), np.nan, np.nansum(table, 0))
         scored = total[~np.isnan(total)]
-        mean, deviation = (scored.mean(), scored.std()) if scored.size else (np.nan, np.nan)
+        mean = scored.mean() if scored.size else np.nan
+        deviation = scored.std() if scored.size else np.nan
         advantages = np.nan_to_num((total - mean) / (deviation + 1e-8))
         used = any(conversation.calls for conversation in played)
         samples = []

@@ -311,7 +311,9 @@ def test_greedy_tokens_are_those_of_a_fresh_load_of_each_version(engine, version
     those to which the same weights in float32 answer otherwise."""
     url = f"{(tmp_path / 'bucket').as_uri()}#live"
     asked = prompts()
-    shown, more = ("text", {}) if engine == "transformers" else ("token_ids", {"return_token_ids": True})
+    by_vllm = engine == "vllm"
+    shown = "token_ids" if by_vllm else "text"
+    more = {"return_token_ids": True} if by_vllm else {}
     wanted: list[list[Any]] = []
     meanwhile: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     done = threading.Event()

@@ -185,7 +185,8 @@ def examine(base: Path, scheme: str, trouble: str, deltas: int) -> dict[str, Any
         "changes": 0,
         "bytes": 0,
     }
-    staged_s = committed_s = 0.0
+    staged_s = 0.0
+    committed_s = 0.0
     for turn in range(1, deltas + 1):
         some = [*state] if turn % 2 else [*rng.choice([*state], len(state) // 4, replace=False)]
         new = state | moved({name: state[name] for name in some}, rng, 0.01)

@@ -339,7 +339,8 @@ def _merge(piece: Piece, wanted: str | None) -> torch.Tensor:
     held = local(given)
     block = held_block(given)
     merged = torch.empty(held.shape, dtype=kind, device=held.device)
-    stack, result = (_matrices(tensor) for tensor in (held, merged))
+    stack = _matrices(held)
+    result = _matrices(merged)
     for number in range(len(stack)):
         parts = [_part(term, block, number) for term in terms]
         for rows in _slices(stack[number], whole=terms[0].magnitude is not None):
@@ -401,7 +402,8 @@ def _term(piece: Piece, layer: Any, adapter: str) -> Term:
         second = second.reshape(len(second), -1, experts).permute(2, 0, 1)
         # Whether a stack holds [in, out] matrices. PEFT has no public name for this.
         flipped = not getattr(layer, "_did_swap_in_out_features", False)
-    left, right = (first.mT, second.mT) if flipped else (second, first)
+    left = first.mT if flipped else second
+    right = second.mT if flipped else first
     magnitude = None
     if adapter in layer.lora_magnitude_vector:
         magnitude = read(layer.lora_magnitude_vector[adapter].weight)

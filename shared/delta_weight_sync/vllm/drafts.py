@@ -20,7 +20,8 @@ from delta_weight_sync.runlog import Drafts
 from delta_weight_sync.vllm import hooks, routes
 from delta_weight_sync.vllm.routes import Dtypes, Learned, Shapes
 
-_COUNTERS = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
+_DRAFTED = "vllm:spec_decode_num_draft_tokens"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 class Draft:
@@ -60,11 +61,8 @@ def read_counts(facts: dict[str, str]) -> Drafts:
     """A worker's answer about its draft, with vLLM's counts of tokens, which this process may have."""
     from prometheus_client import REGISTRY
 
-    counts = dict.fromkeys(_COUNTERS, 0.0)
-    found = False
-    for metric in REGISTRY.restricted_registry([f"{name}_total" for name in _COUNTERS]).collect():
+    counts = dict[str, int]()
+    for metric in REGISTRY.restricted_registry([f"{_DRAFTED}_total", f"{_ACCEPTED}_total"]).collect():
         for sample in metric.samples:
-            counts[metric.name] += sample.value
-            found = True
-    drafted, accepted = (int(counts[name]) if found else None for name in _COUNTERS)
-    return Drafts(**facts, drafted=drafted, accepted=accepted)
+            counts[metric.name] = counts.get(metric.name, 0) + int(sample.value)
+    return Drafts(**facts, drafted=counts.get(_DRAFTED), accepted=counts.get(_ACCEPTED))

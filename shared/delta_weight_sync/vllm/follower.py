@@ -107,7 +107,8 @@ class Follower:
         self._healing = False  # whether a heal is still to be done
         self._heal_refusal = ""  # why vLLM refused a heal; reported until the next commit or heal
         self._watching = Guard("the count of draft tokens")
-        self._drafted = 0, 0  # draft tokens, and accepted ones, when the served version was logged
+        self._drafted = 0  # draft tokens when the served version was logged
+        self._accepted = 0  # of these, the accepted ones
         self._unmoved = 0  # how many of the newest versions changed no quantized weight
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
@@ -177,14 +178,15 @@ class Follower:
             return self._engine.drafts()
         return None
 
-    def _accepted(self) -> str:
+    def _acceptance(self) -> str:
         """The share of accepted draft tokens since the last version, as the end of a line of the log."""
         drafts = self._drafts()
         if not drafts or drafts.drafted is None or drafts.accepted is None:
             return ""
-        before = self._drafted
-        self._drafted = drafts.drafted, drafts.accepted
-        drafted, accepted = (now - then for now, then in zip(self._drafted, before, strict=True))
+        drafted = drafts.drafted - self._drafted
+        accepted = drafts.accepted - self._accepted
+        self._drafted = drafts.drafted
+        self._accepted = drafts.accepted
         return f", and {accepted} of {drafted} draft tokens were accepted" if drafted > 0 else ""
 
     def _warning(self) -> str:
@@ -434,7 +436,7 @@ class Follower:
         )
         self._commits.append(event)  # first: a report of this version has its commit, too
         self.serving = self._served_last = manifest
-        line = f"serves version {manifest.version}, digest {manifest.digest}{self._accepted()}"
+        line = f"serves version {manifest.version}, digest {manifest.digest}{self._acceptance()}"
         self._note("serving", line=line)
 
 

@@ -243,7 +243,8 @@ class Twin:
             for key, parameter in layer._parameters.items()
         }
         scratch._buffers = dict(layer._buffers)
-        method = scratch.__dict__["quant_method"] = _copied(layer.quant_method, _COPIED)
+        method = _copied(layer.quant_method, _COPIED)
+        scratch.__dict__["quant_method"] = method
         before = {path: tensor for path, tensor in _held(name, layer) if tensor.is_meta}
         try:
             with set_current_vllm_config(self._config), torch.no_grad(), self._device:
@@ -397,7 +398,8 @@ class QuantizedWeights(LiveWeights):
                 rows = range(*table.starts[table.number[path] :][:2])
                 for row, first, count in table.parts[rows].tolist():
                     begin = table.rows[row, memory.FIRST] + first
-                    old, now = (words[begin : begin + count] for words in (live, new))
+                    old = live[begin : begin + count]
+                    now = new[begin : begin + count]
                     index = (old != now).nonzero()[:, 0]
                     self._changed += int((old[index] ^ now[index]).view(torch.uint8).count_nonzero())
                     ulps = (now[index] - old[index]).cpu().numpy().view(np.uint16)
@@ -444,7 +446,8 @@ class QuantizedWorker(DeltaWorker):
 def _apart(config: Any) -> Any:
     """A copy of vLLM's configuration, in which a second model can register its layers."""
     config = copy.copy(config)
-    compilation = config.compilation_config = copy.copy(config.compilation_config)
+    compilation = copy.copy(config.compilation_config)
+    config.compilation_config = compilation
     compilation.static_forward_context = {}
     compilation.static_all_moe_layers = []
     return config
