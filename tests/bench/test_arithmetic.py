@@ -43,6 +43,7 @@ def test_the_limit_by_exponent_uses_what_the_exponent_tells():
     assert limits.independent == pytest.approx(4 * 0.8113 / 8, rel=1e-2), "a quarter of all"
 
 
+@pytest.mark.full
 def test_no_coder_is_below_its_limit_and_all_hold_the_same_changes():
     measured = change(0.01)
     limits = entropy_limits(measured.old, measured.patches)

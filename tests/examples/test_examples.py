@@ -65,6 +65,7 @@ def test_an_own_loop_publishes_a_version_per_step_and_goes_on_when_it_is_started
     assert (files / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
 
+@pytest.mark.full
 def test_the_minimal_script_holds_the_same_bits_at_both_ends(place, tmp_path, capsys):
     url = f"{(tmp_path / 'bucket').as_uri()}#minimal"
     runpy.run_path(str(EXAMPLES / "minimal.py"))["main"](str(place / "policy"), url)

@@ -54,6 +54,7 @@ def run(tmp_path: Path):
     return run
 
 
+@pytest.mark.full
 def test_the_transfer_is_refused_with_the_release_that_fits(run, tmp_path):
     done = run(f"""
 from delta_weight_sync import BucketWeightTransfer
@@ -63,6 +64,7 @@ BucketWeightTransfer("{(tmp_path / "bucket").as_uri()}", "base")
     assert not (tmp_path / "bucket").exists()
 
 
+@pytest.mark.full
 def test_the_callback_publishes_the_moved_trainer(run, tmp_path):
     """It needs nothing of TRL, so it is the way to publish from a release that takes no `weight_transfer`."""
     tiny.build(tmp_path / "base")

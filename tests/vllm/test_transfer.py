@@ -233,6 +233,7 @@ def test_without_a_server_or_the_plugin_it_says_what_to_do(monkeypatch):
             call()
 
 
+@pytest.mark.full
 def test_the_plugin_registers_the_backend_even_if_nobody_names_the_plugin():
     """Else vLLM would only say that there is no such backend."""
     code = """
