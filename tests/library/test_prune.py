@@ -131,6 +131,7 @@ WRONG = [TEN_YEARS, -TEN_YEARS, 3 * HOUR, -3 * HOUR]
 @pytest.mark.finding("M12")
 @pytest.mark.parametrize("clocks", [["trainer"], ["trainer", "store"]])
 @pytest.mark.parametrize("error", WRONG)
+@pytest.mark.full
 def test_a_clock_that_is_wrong_for_one_version_deletes_nothing(run, monkeypatch, error, clocks):
     """In a folder, both clocks are often the same."""
     at = 60

@@ -220,6 +220,7 @@ def killed(url: str, assets: Path, last: int) -> None:
     assert trainer.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_path):
     """-9 after each object: HEAD can be rebuilt, the next trainer goes on. A folder shows no half object."""
     url = (tmp_path / "bucket").as_uri()

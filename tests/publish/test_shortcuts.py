@@ -66,6 +66,7 @@ def set_budget(monkeypatch: pytest.MonkeyPatch, budget: str) -> None:
     ("dtype", "encoding", "drift"),
     [(torch.float32, "fast", 1e-5), (torch.bfloat16, "small", 1e-5), (torch.bfloat16, "fast", 0.3)],
 )
+@pytest.mark.full
 def test_a_jump_is_the_difference_of_two_checkpoints(tmp_path, monkeypatch, dtype, encoding, drift, budget):
     """Byte for byte, where weights change and change back, and after a resume. With the largest drift, a
     delta holds the new bits of every weight, so the delta cannot be read without the old ones."""

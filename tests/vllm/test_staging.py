@@ -104,6 +104,7 @@ def weights(model):
 
 
 @pytest.mark.parametrize("deltas", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.full
 def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(
     tmp_path, deltas, rng, state, model, weights
 ):

@@ -255,6 +255,7 @@ def test_replicas_are_asked_where_no_trainer_logs_them(bucket: Bucket) -> None:
         assert reports[0](2).status.state == "unreachable", "its answer has no end"
 
 
+@pytest.mark.full
 def test_another_run_of_the_bucket_is_drawn_beside_this_one(bucket: Bucket) -> None:
     first = WrittenRun(bucket, run="first")
     second = WrittenRun(bucket, run="second")
