@@ -35,6 +35,7 @@ def serving(run, *versions, path="/status", digest=None):
     return answering(answer)
 
 
+@pytest.mark.full
 def test_wait_returns_when_each_replica_serves_the_version_or_a_newer_one(run):
     with serving(run, None, 0, 1) as space, serving(run, 2, path="/delta_weight_sync/status") as plugin:
         assert run.wait(1, [space, plugin + "/"]) == {space: 1, plugin: 2}

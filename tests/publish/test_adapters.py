@@ -187,6 +187,7 @@ def url(tmp_path: Path) -> str:
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=["bf16", "float32"]
 )
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.full
 def test_versions_hold_the_exact_sum_rounded_once(case, dtype, url, tmp_path):
     name, make_adapters = CASES[case]
     if "PiSSA" in case and dtype == torch.float32:

@@ -53,6 +53,7 @@ def edit(folder: Path, **tensors: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 @pytest.mark.parametrize("weights", [trained, lambda model: model], ids=["parameters", "model"])
+@pytest.mark.full
 def test_a_version_has_the_tensors_of_the_checkpoint_and_the_bits_of_the_trainer(name, weights, tmp_path):
     base = save(model := build(name), tmp_path / "base")
     folder = versions(model, base, weights)

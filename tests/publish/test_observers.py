@@ -109,6 +109,7 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
 
 @pytest.mark.finding("M1")
 @pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.full
 def test_a_hundred_versions_follow_on_a_broken_observer(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
