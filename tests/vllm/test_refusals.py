@@ -1,6 +1,7 @@
 """What vLLM refuses is tried again after growing pauses, and at once if something is different."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,11 @@ class Refusing(InMemoryVllm):
         self.learned = 0
         self.committed = 0
         self.shuffled = False
+
+    def start(self, checkpoint: Path) -> None:
+        if self.starts:  # what was damaged ended with the process
+            self.damaged = None
+        super().start(checkpoint)
 
     def learn(self, shapes: dict[str, list[int]], dtypes: dict[str, str]) -> str:
         self.learned += 1
@@ -150,7 +156,6 @@ def test_what_may_pass_is_tried_until_it_does(follower: Follower, vllm: Refusing
 
 def test_a_vllm_that_died_is_another_one(follower: Follower, run: RealRun, vllm: Refusing) -> None:
     refuses_the_third(follower, run, vllm)
-    vllm.damaged = None
     vllm.kill()
     wait_until_serving(follower, 3)
     assert vllm.starts == 2
