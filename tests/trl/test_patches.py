@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
@@ -57,8 +58,10 @@ def test_a_process_that_died_while_it_waited_does_not_keep_the_trainer():
         pass
     killed.kill()
     killed.join()
+    PartialState()  # TRL's log needs it; a trainer has it
     worker = object.__new__(AsyncRolloutWorker)
-    worker._process = worker.process = alive
+    worker._process = alive
+    worker.process = alive
     worker._stop_event_mp = event
     patches.stop(worker)
     assert not alive.is_alive()
