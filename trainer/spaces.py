@@ -22,7 +22,7 @@ from uuid import uuid4
 import aiohttp
 import httpx
 
-from delta_weight_sync.spaces import expand, hub_token, is_own, variable
+from delta_weight_sync.credentials import expand, hub_token, is_own, variable
 
 Kind = Literal["replica", "env"]
 

@@ -5,7 +5,7 @@ from typing import Final
 
 import httpx
 
-from delta_weight_sync.spaces import hub_token
+from delta_weight_sync.credentials import hub_token
 
 # Of a vLLM with the plugin, and of a replica Space.
 _PATHS: Final = ("/delta_weight_sync/status", "/status")

@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import ValidationError
 
+from delta_weight_sync.credentials import hub_token
 from delta_weight_sync.errors import ConfigError, ProtocolError, printable
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import POLL_S
 from delta_weight_sync.replicas import read_status
 from delta_weight_sync.runlog import ReplicaReport
-from delta_weight_sync.spaces import hub_token
 from delta_weight_sync.util import time_text
 
 _NO_COMMITS: Final = 1 << 53  # no version is newer, so the answer lists no commits

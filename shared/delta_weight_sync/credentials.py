@@ -1,4 +1,4 @@
-"""The user's own Spaces, which the environment variable `SPACES` lists: only these receive credentials.
+"""Credentials go only to the user's own Spaces, which the environment variable `SPACES` lists.
 
 So a mistyped URL receives none. No secret is part of a URL, an option or a log line.
 """
