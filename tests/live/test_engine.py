@@ -1,6 +1,6 @@
 """vLLM's own engine takes commits between steps: exact, undone whole, every token labelled, no stale prefix.
 
-Part of `make check`, so it has no server: engine.py steps an engine in a process of its own.
+engine.py steps an engine in a process of its own, without a server.
 """
 
 import json
@@ -18,6 +18,8 @@ from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.vllm import hooks
 from tests.support import tiny_policy as tiny
+
+pytestmark = pytest.mark.live
 
 BLOCK = 32
 ENVIRONMENT = {

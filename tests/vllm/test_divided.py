@@ -114,5 +114,6 @@ def fail_alone(rank: int, folder: Path) -> None:
             work()
 
 
+@pytest.mark.full
 def test_a_worker_that_fails_lets_no_other_worker_wait(tmp_path):
     assert forked.ranks(fail_alone, 2, tmp_path) == [0, 0]
