@@ -168,8 +168,8 @@ class ReplicaWatch:
                         self._remove(self._last.pop(url))
 
     def _remove(self, last: ReplicaEvent) -> None:
-        gone = {"t": time.time(), "state": "removed", "version": None, "digest": None, "error": None}
-        self._log.append(last.model_copy(update=gone))
+        gone = dict.fromkeys(("version", "digest", "error", "quantized"))
+        self._log.append(last.model_copy(update={**gone, "t": time.time(), "state": "removed"}))
 
     def _ask(self, url: str) -> ReplicaReport:
         query = {"after": self._after[url]}

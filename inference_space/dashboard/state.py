@@ -138,6 +138,17 @@ class Progress:
         digest = None if report.version is None else self.digests.get(report.version)
         return None if digest is None or report.digest is None else digest == report.digest
 
+    def quantized_otherwise(self, report: ReplicaEvent) -> str | None:
+        """Name a replica that serves the same version with the same quantization, but with other bytes."""
+        if report.quantized is None:
+            return None
+        for other in (replica.status for replica in self.replicas):
+            made = other.quantized
+            alike = made and (other.version, made.scheme) == (report.version, report.quantized.scheme)
+            if made and alike and made.digest != report.quantized.digest:
+                return other.replica
+        return None
+
 
 class Start(NamedTuple):
     """How far a run has come before its first step. Times are unix seconds; None: not yet."""
@@ -369,7 +380,8 @@ class RunState:
 
     def _commit(self, event: CommitEvent) -> None:
         replica = self._replica(event)
-        committed = {"version": event.version, "digest": event.digest}
+        # Its next status says how these weights are quantized.
+        committed = {"version": event.version, "digest": event.digest, "quantized": None}
         replica = replica.report(replica.status.model_copy(update=committed), event.t)
         self._replicas[event.replica] = replica
         if event.joined:  # the times of a join include the start of vLLM

@@ -125,6 +125,15 @@ class StepEvent(Record):
     rollouts: Annotated[tuple[Rollout, ...], *cut(16)] = ()
 
 
+class Quantization(Record):
+    """What vLLM made of the served weights by quantizing them while it loaded."""
+
+    scheme: Word  # vLLM's --quantization
+    # Of the quantized tensors: equal on replicas with the same scheme, release of vLLM and kind of device.
+    digest: Digest
+    changed: Count  # how many bytes of these tensors the last commit changed
+
+
 class ReplicaEvent(Record):
     """The status of a replica. `version` is None while it serves nothing."""
 
@@ -136,6 +145,7 @@ class ReplicaEvent(Record):
     digest: Digest | None
     error: Line | None = None
     signed_by: Word | None = None  # fingerprint of the key that signed `version`, if signatures are checked
+    quantized: Quantization | None = None  # None if vLLM does not quantize
 
 
 class CommitEvent(Record):
@@ -156,15 +166,6 @@ class CommitEvent(Record):
     pause_ms: Number  # how long generation paused
     commit_ms: Number  # the part of the pause in which weights were written and checked
     joined: bool = False  # whether the replica joined, that is, took this version from a checkpoint
-
-
-class Quantization(Record):
-    """What vLLM made of the served weights by quantizing them while it loaded."""
-
-    scheme: Word  # vLLM's --quantization
-    # Of the quantized tensors: equal on replicas with the same scheme, release of vLLM and kind of device.
-    digest: Digest
-    changed: Count  # how many bytes of these tensors the last commit changed
 
 
 class Drafts(Record):
@@ -188,7 +189,6 @@ class ReplicaReport(Record):
     logprobs_mode: Word = ""  # vLLM's option of this name; "" before vLLM runs, and from an older release
     # vLLM's values for sampling parameters that a request leaves out, if they are not the neutral ones.
     sampling_defaults: dict[Word, Number] = Field(default={}, max_length=16)
-    quantized: Quantization | None = None  # None if vLLM does not quantize
     drafts: Drafts | None = None  # None if vLLM does not decode speculatively
 
 

@@ -36,7 +36,7 @@ def test_a_quantized_replica_answers_as_a_fresh_load_of_the_last_version(tmp_pat
             commits = replica.status(after=0)["commits"]
             assert [commit["joined"] for commit in commits] == [False] * COMMITS
             after = greedy(replica.url)
-            quantized = replica.status()["quantized"]
+            quantized = replica.status()["status"]["quantized"]
             assert quantized["scheme"] == "fp8_per_channel"
             assert quantized["changed"] > 0
             assert after != before
@@ -44,7 +44,9 @@ def test_a_quantized_replica_answers_as_a_fresh_load_of_the_last_version(tmp_pat
             healed = len(replica.status()["commits"])
             assert order(replica, "heal").status_code == 200
             soon(lambda: len(replica.status()["commits"]) > healed)
-            assert replica.status()["quantized"] == quantized | {"changed": 0}, "nothing was to be repaired"
+            assert replica.status()["status"]["quantized"] == quantized | {"changed": 0}, (
+                "nothing was to be repaired"
+            )
             assert order(replica, "pin", version=0).status_code == 200
             assert replica.wait_for(0)["digest"] == first["digest"]
             assert greedy(replica.url) == before
@@ -55,7 +57,7 @@ def test_a_quantized_replica_answers_as_a_fresh_load_of_the_last_version(tmp_pat
         (tmp_path / "fresh").mkdir()
         with served(tmp_path / "model", run, tmp_path / "fresh", **OPTIONS) as fresh:
             assert fresh.wait_for(newest)["digest"] == trainer.writer.newest.digest
-            assert fresh.status()["quantized"]["digest"] == quantized["digest"]
+            assert fresh.status()["status"]["quantized"]["digest"] == quantized["digest"]
             assert greedy(fresh.url) == after
 
 

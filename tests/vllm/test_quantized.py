@@ -29,11 +29,11 @@ def step(follower: Follower, run: RealRun) -> None:
 
 
 def test_the_status_has_the_digest_of_what_is_served_quantized(follower, run, vllm: InMemoryVllm) -> None:
-    assert follower.report(0).quantized is None, "nothing is served yet"
+    assert follower.report(0).status.quantized is None, "nothing is served yet"
     vllm.quantized = quantized(7)
     follower.start()
     wait_until_serving(follower, 0)
-    assert follower.report(0).quantized == vllm.quantized
+    assert follower.report(0).status.quantized == vllm.quantized
 
 
 def test_versions_that_change_no_quantized_weight_are_warned_of(

@@ -148,6 +148,7 @@ class Follower:
             digest=serving.digest if serving else None,
             error=self._error,
             signed_by=self._signed_by if serving else None,
+            quantized=self._engine.quantized if serving else None,
         )
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
         notice = self.commands.describe() or self._watcher.describe()
@@ -169,7 +170,6 @@ class Follower:
             traffic=traffic,
             logprobs_mode=mode,
             sampling_defaults=defaults,
-            quantized=self._engine.quantized if serving else None,
             drafts=drafts,
         )
 

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from delta_weight_sync.records import LARGEST
-from delta_weight_sync.runlog import SEGMENT, DoneEvent, Event, Rollout, ScoreEvent, StepEvent
+from delta_weight_sync.runlog import (
+    SEGMENT,
+    DoneEvent,
+    Event,
+    Quantization,
+    ReplicaEvent,
+    Rollout,
+    ScoreEvent,
+    StepEvent,
+)
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.charts import sync_spans
 from inference_space.dashboard.data import RunCache, RunView
@@ -112,6 +121,28 @@ def test_what_a_replica_answers_replaces_what_was_known() -> None:
     assert (run.behind(x.status), run.matches(x.status)) == (None, None)
     assert math.isnan(x.versions[-1][1]), "the staircase breaks off where a replica serves nothing"
     assert not progress(sync(1, 9), down, status("x", None, state="removed")).replicas
+
+
+def test_replicas_that_quantize_to_other_bytes_are_named() -> None:
+    def quantized(replica: str, version: int, digest: str, scheme: str = "fp8_per_block") -> ReplicaEvent:
+        made = Quantization(scheme=scheme, digest=digest, changed=1)
+        return status(replica, version).model_copy(update={"quantized": made})
+
+    run = progress(
+        *(sync(1, 9), sync(2, 9), quantized("x", 2, "a" * 16), quantized("y", 2, "a" * 16)),
+        *(quantized("older", 1, "b" * 16), quantized("coarser", 2, "c" * 16, "fp8_per_tensor")),
+        status("plain", 2),
+    )
+    assert {run.quantized_otherwise(replica.status) for replica in run.replicas} == {None}
+    run = progress(sync(2, 9), quantized("x", 2, "a" * 16), quantized("y", 2, "b" * 16))
+    assert [run.quantized_otherwise(replica.status) for replica in run.replicas] == ["y", "x"]
+    page = str(body(run))
+    assert "not as in y: another release of vLLM or kind of device?" in page
+    assert "a" * 16 in page
+    after = progress(sync(2, 9), quantized("x", 1, "a" * 16), commit("x", 2))
+    assert after.replicas[0].status.quantized is None, (
+        "a commit does not say how the new weights are quantized"
+    )
 
 
 def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:
