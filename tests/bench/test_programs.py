@@ -93,7 +93,7 @@ def test_a_section_that_takes_too_long_ends_alone():
     assert any(row.startswith("| FAIL | state was ended at its limit") for row in rows)
 
 
-@pytest.mark.live
+@pytest.mark.long
 def test_the_trainers_part_passes_here_too():
     """Five steps with versions that are the trainer's weights."""
     done = said("-c", TRAINER)

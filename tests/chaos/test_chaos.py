@@ -21,9 +21,9 @@ def chaos(faults: int, seed: int) -> None:
 
 
 @pytest.mark.full
-def test_twenty_faults_are_survived() -> None:
+def test_ten_faults_are_survived() -> None:
     """With signatures on, on a folder."""
-    chaos(20, 1)
+    chaos(10, 1)
 
 
 @pytest.mark.long

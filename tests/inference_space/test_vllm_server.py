@@ -81,7 +81,7 @@ def test_what_may_be_lacking_later_is_a_warning(vllm, tmp_path, monkeypatch, cap
     assert not vllm.serves(tmp_path), "an engine without an app answers nobody"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_image_brings_the_loops_of_a_stage(tmp_path):
     """A new container compiles nothing for its first delta: a second run finds all in the cache."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("tower", ["trained", "frozen"])
+@pytest.mark.parametrize("tower", ["trained", pytest.param("frozen", marks=pytest.mark.long)])
 def test_images_are_encoded_again_after_a_commit(tmp_path, tower):
     """All images are asked about before and after, so vLLM would find them encoded by the old weights."""
     tiny_sight.build(tmp_path / "base")

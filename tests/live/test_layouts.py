@@ -76,6 +76,7 @@ def test_a_patched_model_is_a_freshly_loaded_one(alone, name):
 
 
 @pytest.mark.parametrize("name", SHARED)
+@pytest.mark.long
 def test_so_are_the_ranks_of_a_tensor_parallel_one(shared, name):
     first, second = shared[name]
     for facts in (first, second):

@@ -126,6 +126,7 @@ def test_after_random_deltas_and_undos_each_byte_is_as_in_a_fresh_load(alone, ca
 
 
 @pytest.mark.parametrize("case", SHARED)
+@pytest.mark.long
 def test_so_it_is_on_the_ranks_of_a_tensor_parallel_model(shared, case):
     first, second = shared[case]
     for facts in (first, second):
@@ -147,6 +148,7 @@ def test_what_cannot_be_quantized_again_is_refused_with_the_way_out(alone, case)
 
 
 @pytest.mark.parametrize("case", DISAGREE)
+@pytest.mark.long
 def test_scales_on_which_workers_agree_are_refused(shared, case):
     for facts in shared[case]:
         assert DISAGREE[case] in facts["refused"]

@@ -130,6 +130,7 @@ def test_a_draft_from_elsewhere_keeps_its_weights(policy):
     assert found["after"]["acceptance"] < found["before"]["acceptance"]
 
 
+@pytest.mark.long
 def test_a_replica_says_that_its_draft_keeps_its_weights(tmp_path):
     with training(tmp_path) as trainer:
         shutil.copytree(tmp_path / "base", tmp_path / "elsewhere")
@@ -152,6 +153,7 @@ def test_a_replica_says_that_its_draft_keeps_its_weights(tmp_path):
     assert sentence in log
 
 
+@pytest.mark.long
 def test_a_layer_for_multi_token_prediction_follows(mtp):
     found = speculate(mtp, method="mtp", num_speculative_tokens=1)
     assert found["learned"]["drafts"] == {"method": "mtp", "kept": ""}

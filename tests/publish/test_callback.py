@@ -140,7 +140,7 @@ def test_adapters_are_published_merged(base, url, tmp_path):
         assert (held[name] != to_bits(tensor)).mean() < 1e-3, name  # PEFT rounds twice
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_several_processes_publish_one_run(base, url, tmp_path):
     """Under torchrun, with DDP: each rank has the callback."""
     script = tmp_path / "script.py"

@@ -208,14 +208,11 @@ ONLY_MAIN = {"manifest", "head", "collect"}
 KILLED = [(fault, victim) for fault in FAULTS for victim in (0, 1) if not (victim and fault in ONLY_MAIN)]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "killed", [KILLED[::2], pytest.param(KILLED, marks=pytest.mark.long)], ids=["some", "all"]
-)
-def test_a_rank_that_dies_at_any_moment_leaves_a_whole_version_and_others_go_on(tmp_path, killed):
+@pytest.mark.long
+def test_a_rank_that_dies_at_any_moment_leaves_a_whole_version_and_others_go_on(tmp_path):
     """Lives of two, three and one process follow one another in one run, which stays whole to the end."""
     assert start(live, 3, tmp_path, 0, "", -1) == [0] * 3
-    for number, (fault, victim) in enumerate(killed, 1):
+    for number, (fault, victim) in enumerate(KILLED, 1):
         begin = 10 * number
         size = 2 + number % 2
         codes = start(live, size, tmp_path, begin, fault, victim)

@@ -76,7 +76,9 @@ def ended(process: subprocess.Popen[bytes], within_s: float = PATIENCE_S) -> int
     return code
 
 
-@pytest.mark.parametrize("url", [URL, S3], ids=["hf", "s3"])
+@pytest.mark.parametrize(
+    "url", [pytest.param(URL, id="hf"), pytest.param(S3, id="s3", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_store_that_takes_connections_and_never_answers_holds_nothing(
     tmp_path: Path, command: str, url: str

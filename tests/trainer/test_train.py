@@ -195,7 +195,7 @@ def test_the_norms_may_learn_faster_than_the_matrices(buckets, tmp_path):
     assert [done.version for done in ends(buckets[1])] == [1, 2], "also after it was resumed"
 
 
-@pytest.mark.live
+@pytest.mark.long
 def test_two_processes_resume_what_one_has_trained_and_one_what_two_have(buckets, base, tmp_path):
     shutil.copytree(base.parent / "rated", tmp_path / "bucket")
     url = (tmp_path / "bucket").as_uri()

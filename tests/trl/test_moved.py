@@ -64,7 +64,7 @@ BucketWeightTransfer("{(tmp_path / "bucket").as_uri()}", "base")
     assert not (tmp_path / "bucket").exists()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_callback_publishes_the_moved_trainer(run, tmp_path):
     """It needs nothing of TRL, so it is the way to publish from a release that takes no `weight_transfer`."""
     tiny.build(tmp_path / "base")

@@ -593,6 +593,7 @@ class TestHubQuota:
             pauses.end()
             pauses.begun()
 
+    @pytest.mark.long
     def test_many_objects_cost_no_more_than_the_limit(self, bucket, hub, visitor) -> None:
         files = [(b"%d" % number, f"runs/r/log/{number}") for number in range(self.OBJECTS)]
         bucket._api.batch_bucket_files(bucket._id, add=files)

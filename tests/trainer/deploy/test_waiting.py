@@ -93,7 +93,7 @@ def test_a_wrong_key_ends_the_run_and_the_right_one_does_not(keyed_apps, monkeyp
         monkeypatch.setenv("SPACE_KEY", key)
         for asleep in (Spaces(Fleet([keyed_apps.replica])), Spaces(Fleet([]), keyed_apps.env)):
             with pytest.raises(SpacesUnavailableError, match="set SPACE_KEY"):
-                asleep.wake()
+                asleep.wait()  # not `wake`, to which a busy app may not answer in time
     monkeypatch.setenv("SPACE_KEY", KEY)
     Spaces(Fleet([keyed_apps.replica]), keyed_apps.env).wake()
     health = httpx.get(f"{keyed_apps.env}/health", trust_env=False).json()
@@ -104,10 +104,10 @@ def test_a_wrong_key_ends_the_run_and_the_right_one_does_not(keyed_apps, monkeyp
 def test_a_foreign_space_that_wants_a_key_ends_the_run(keyed_apps, monkeypatch):
     monkeypatch.setenv("SPACE_KEY", KEY)
     with pytest.raises(SpacesUnavailableError, match=r"\(401\) and is not in SPACES: add the URL .* yours$"):
-        Spaces(Fleet([keyed_apps.replica])).wake()
+        Spaces(Fleet([keyed_apps.replica])).wait()
     fix = "is yours, or set ENV_KEY to the key that you were given"
     with pytest.raises(SpacesUnavailableError, match=fix):
-        Spaces(Fleet([]), keyed_apps.env).wake()
+        Spaces(Fleet([]), keyed_apps.env).wait()
     monkeypatch.setenv("ENV_KEY", KEY)
     Spaces(Fleet([]), keyed_apps.env).wake()
 
