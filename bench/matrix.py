@@ -30,9 +30,16 @@ _PLACE = re.compile(r"(<!-- matrix -->\n).*?(<!-- /matrix -->)", re.DOTALL)
 _ENGINE = ("tests/live/test_engine.py", "tests/vllm/test_step_commit.py", "tests/live/test_versions.py")
 _TRAINER = ("tests/trl/test_transfer.py",)
 _STORE = ("tests/store/test_bucket.py",)
-_HELPERS = ("pytest>=9,<10", "pytest-xdist>=3.8,<4", "hypothesis>=6.170,<7", "httpx", "psutil")
+_HELPERS = (
+    "pytest>=9,<10",
+    "pytest-xdist>=3.8,<4",
+    "hypothesis>=6.170,<7",
+    "httpx",
+    "psutil",
+    "peft==0.21.2",
+)
 _SERVE = "tests/cli/test_serve.py::test_greedy_tokens_are_those_of_a_fresh_load_of_each_version"
-_TORCH = "torch==2.13.0+cpu"
+_TORCH = "torch==2.13.0"
 _UNFIT = ("torchvision", "torchaudio", "torchcodec")  # vLLM brings builds for another torch
 
 
@@ -106,8 +113,12 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
     report = folder / f"{place.name}.xml"
     with log.open("wb") as out:
         try:
+            subprocess.run(
+                [f"python{row.python}", "-m", "venv", str(place)], check=True, stdout=out, stderr=out
+            )
+            # If no index has the build for CPUs, the one for GPUs does: it also runs without one.
+            subprocess.run([*pip, "install", f"{_TORCH}+cpu"], stdout=out, stderr=out)
             for words in (
-                [f"python{row.python}", "-m", "venv", str(place)],
                 [*pip, "install", _TORCH, *row.packages, *_HELPERS, str(wheel)],
                 [*pip, "uninstall", "--yes", *_UNFIT],
             ):
