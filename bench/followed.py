@@ -35,9 +35,10 @@ from vllm.v1.worker import cpu_model_runner
 from bench import reloaded
 from bench.published import EXACT, WAYS, Run
 from bench.reloaded import Difference, Found
+from delta_weight_sync.engine import Dtypes, Shapes
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.vllm import cpu, routes, worker
-from delta_weight_sync.vllm.disk import Dtypes, Layout, Shapes
+from delta_weight_sync.vllm.disk import Layout
 from tests.support.tiny import ARCHITECTURES, write_base
 from trainer.demo.processes import free_port
 

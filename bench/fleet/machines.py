@@ -35,6 +35,7 @@ from bench.fleet.hub import (
     stand_in,
 )
 from delta_weight_sync import cost, reader, records, runlog, util, watch
+from delta_weight_sync.engine import Times
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import outbox, reports, shortcuts, spans, writer
@@ -43,7 +44,6 @@ from delta_weight_sync.publish.sharding import Held
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.store import hub
 from delta_weight_sync.vllm import follower
-from delta_weight_sync.vllm.engine import Times
 
 
 @dataclass(frozen=True)

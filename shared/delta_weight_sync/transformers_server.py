@@ -13,21 +13,13 @@ which transformers renames or stacks tensors, such as mixtures of experts, are r
 
 import logging
 import sys
-import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from delta_weight_sync.errors import (
-    CodecError,
-    DeltaWeightSyncError,
-    EngineError,
-    MissingExtraError,
-    RouteError,
-)
+from delta_weight_sync.errors import MissingExtraError, RouteError
 
 try:
     import torch
@@ -42,11 +34,11 @@ except ImportError as error:  # a package is missing, or its release has other m
     raise MissingExtraError("serving without vLLM", "serve", error) from error
 
 from delta_weight_sync.checkpoint import dtype_of, words_shape
-from delta_weight_sync.digest import to_hex
+from delta_weight_sync.engine import Dtypes, Shapes
+from delta_weight_sync.local_engine import LocalEngine, Owned, Result
 from delta_weight_sync.reader import open_run
-from delta_weight_sync.vllm import MODEL_NAME, worker
-from delta_weight_sync.vllm.disk import Dtypes, Shapes, private_folder
-from delta_weight_sync.vllm.engine import Engine, Times
+from delta_weight_sync.vllm import MODEL_NAME
+from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.guard import KeyGuard
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route, storage_of
@@ -61,29 +53,21 @@ _made: ContextVar[list[tuple[str, int]]] = ContextVar("made")
 _log = logging.getLogger("delta_weight_sync")
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(LocalEngine):
     """A model of transformers that takes commits between two answers.
 
     Attributes:
-        model: The live model; None before `start`.
-        tokenizer: Its tokenizer.
-        label: The version of the live weights, as JSON; "null" before the first one.
+        tokenizer: The model's tokenizer; None before `start`.
         thread: Generates and commits.
     """
 
     what = "transformers"
 
     def __init__(self) -> None:
-        self.model: Any = None
+        super().__init__(label="null")
         self.tokenizer: Any = None
-        self.label = "null"
         self.thread = _Thread(self)
-        self._live: worker.LiveWeights | None = None
-        self._digest = 0
-
-    def sampling(self) -> tuple[str, dict[str, float]]:
-        """No log-probabilities are returned."""
-        return "", {}
+        self._model: Any = None
 
     def describe(self) -> str:
         """The release of transformers, and how it takes commits."""
@@ -91,7 +75,7 @@ class TransformersEngine(Engine):
 
     def alive(self) -> bool:
         """Whether a model is loaded."""
-        return self.model is not None
+        return self._model is not None
 
     def serves(self, checkpoint: Path) -> bool:
         """Whether a model is loaded; `learn` checks that the tensors fit."""
@@ -99,7 +83,6 @@ class TransformersEngine(Engine):
 
     def start(self, checkpoint: Path) -> None:
         """Load a checkpoint."""
-        worker.warm_up(torch.device("cpu"))
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval().requires_grad_(False)
         for parameter in model.parameters():
             parameter.data = (
@@ -110,66 +93,26 @@ class TransformersEngine(Engine):
         model.generation_config.do_sample = True
         model.generation_config.top_k = model.generation_config.top_k or 0
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        self.model = model
+        self._model = model
 
     def stop(self) -> None:
         """Forget the model."""
-        self.model = None
+        self._model = None
         self.label = "null"
 
-    def learn(self, shapes: Shapes, dtypes: Dtypes) -> str:
-        """Find a run's tensors in the model; returns the digest of the live weights."""
-        return str(self._checked(lambda: self._learn(shapes, dtypes)))
+    def model(self) -> Any:
+        """The live model; None before `start`."""
+        return self._model
 
-    def _learn(self, shapes: Shapes, dtypes: Dtypes) -> str:
-        routes = _routes(self.model, shapes, dtypes)
-        ranks = worker.Ranks(1)
-        fallback = worker.Fallback(self.model, {})
-        self._live = worker.LiveWeights(routes, dict.fromkeys(routes, (0,)), fallback, ranks)
-        self._digest = self._live.digest()
-        return to_hex(self._digest)
+    def find(self, shapes: Shapes, dtypes: Dtypes) -> tuple[dict[str, Route], Owned]:
+        """Find each tensor under its own name."""
+        routes = _routes(self._model, shapes, dtypes)
+        return routes, dict.fromkeys(routes, (0,))
 
-    def relabel(self, label: str) -> None:
-        """Put `label` on later answers, for a version that changes no weights."""
-        self.thread.submit(partial(setattr, self, "label", label)).result()
-
-    def _take(self, digest: str, label: str, **what: Any) -> Times:
-        """Stage while the model generates, then commit between two answers."""
-        times: Times = self._checked(lambda: self._stage_and_commit(digest, label, **what))
-        return times
-
-    def _stage_and_commit(
-        self, digest: str, label: str, deltas: Sequence[str] = (), checkpoint: str = ""
-    ) -> Times:
-        assert self._live is not None, "the follower calls `learn` first"
-        started = time.perf_counter()
-        if checkpoint:
-            staged = self._live.stage_checkpoint(Path(checkpoint))
-        else:
-            staged = self._live.stage([*map(Path, deltas)], self._digest)
-        if to_hex(staged.digest) != digest:
-            raise CodecError(
-                f"the staged changes give digest {to_hex(staged.digest)}, but the published one is {digest}"
-            )
-        stage_s = time.perf_counter() - started
-
-        def commit() -> tuple[float, float]:
-            began = time.perf_counter()
-            with torch.no_grad():
-                worker.commit(staged.steps, worker.Ranks(1))
-            self._digest = staged.digest
-            self.label = label
-            return time.perf_counter() - began, time.time()
-
-        commit_s, live_at = self.thread.submit(commit).result()
-        return stage_s, commit_s, commit_s, live_at
-
-    def _checked(self, call: Callable[[], Any]) -> Any:
-        """Raise each error as the follower expects it of an engine."""
-        try:
-            return call()
-        except DeltaWeightSyncError as error:
-            raise EngineError(str(error), error.kind) from error
+    def between_steps(self, call: Callable[[], Result]) -> Result:
+        """Run `call` between two answers."""
+        result: Result = self.thread.submit(call).result()
+        return result
 
 
 def _routes(model: Any, shapes: Shapes, dtypes: Dtypes) -> dict[str, Route]:
@@ -241,7 +184,7 @@ class _OneModel(ModelManager):
         return model_id  # the original adds a revision, which answers would show
 
     def load_model_and_processor(self, model_id_and_revision: str, **_: Any) -> tuple[Any, Any]:
-        return self._engine.model, self._engine.tokenizer
+        return self._engine.model(), self._engine.tokenizer
 
 
 def create_app(

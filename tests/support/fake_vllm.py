@@ -7,10 +7,10 @@ from pathlib import Path
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.engine import Times
 from delta_weight_sync.errors import EngineError
 from delta_weight_sync.runlog import Quantization
 from delta_weight_sync.vllm import PROCESSED
-from delta_weight_sync.vllm.engine import Times
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.waiting import soon
 

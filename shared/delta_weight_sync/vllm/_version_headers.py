@@ -38,9 +38,9 @@ from fastapi.responses import JSONResponse
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from delta_weight_sync.engine import label_of
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm import hooks
-from delta_weight_sync.vllm.engine import label_of
 
 Choices = list[CompletionOutput]
 MIN_SYNC = "x-policy-min-sync"

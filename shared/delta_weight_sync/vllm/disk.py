@@ -13,13 +13,12 @@ import stat
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import dtypes_in
+from delta_weight_sync.engine import Dtypes, Shapes
 from delta_weight_sync.errors import ProtocolError, SettingsError
 from delta_weight_sync.reader import RunReader, apply_delta, map_weights, remove_other_files
 from delta_weight_sync.records import AnchorRef, Manifest
 
 _STEPS = 10  # progress is reported in tenths, because each new text of the progress is logged
-Shapes = dict[str, list[int]]  # checkpoint name -> shape of the tensor's words
-Dtypes = dict[str, str]  # checkpoint name -> dtype, of tensors that are not BF16
 
 
 def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:

@@ -7,20 +7,18 @@ it. If staging or a commit fails on one engine, the follower makes all engines j
 
 import asyncio
 import concurrent.futures
-import json
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from delta_weight_sync import compat
+from delta_weight_sync import compat, engine
+from delta_weight_sync.engine import Dtypes, Shapes, Times
 from delta_weight_sync.errors import CommitError, EngineError, WorkerError
-from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import Drafts, Quantization
 from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks, takes_images
-from delta_weight_sync.vllm.disk import Dtypes, Shapes
 
 _POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; each poll waits for vLLM's step
 _TIMEOUT_S = 600.0  # for one answer; staging has no limit; `learn`, the slowest other call, takes seconds
@@ -28,27 +26,11 @@ _CHECK_S = 1.0  # how often a call checks that vLLM still lives
 _reporting = Guard("the report on quantized weights")
 
 
-def label_of(manifest: Manifest) -> str:
-    """vLLM's label for the tokens of a version, as JSON. It goes into the headers of answers unread."""
-    weights = {"version": manifest.version, "term": manifest.writer_term, "sync": manifest.sync}
-    return json.dumps(weights, separators=(",", ":"))
-
-
-Times = tuple[float, float, float, float]
-"""Seconds of staging, of the pause, and of writing within the pause; the moment when the version became live.
-
-This moment is when the last worker was done, in unix seconds by the clock of this worker's host. (vLLM may
-have several hosts.)
-"""
-
-
-class Engine:
-    """A running vLLM that takes commits. Each call blocks, and raises `EngineError` if it fails.
-
-    This class cannot start vLLM; a Space's engine overrides `alive`, `serves`, `start` and `stop`.
+class Engine(engine.Engine):
+    """A running vLLM. This class cannot start one; a Space's engine overrides `alive`, `serves`, `start` and
+    `stop`.
     """
 
-    quantized: Quantization | None = None  # of the weights that are live
     _drafts: dict[str, str] | None = None  # the workers' answer about their draft
     what = "vLLM"  # the engine's name in messages
     _asked_for_sampling: Any = None
@@ -92,17 +74,6 @@ class Engine:
         """Whether vLLM still answers."""
         return not self._client.errored
 
-    def serves(self, checkpoint: Path) -> bool:
-        """Whether vLLM can take this checkpoint without a restart; `learn` checks that its tensors fit."""
-        return True
-
-    def start(self, checkpoint: Path) -> None:
-        """Start or restart vLLM with this checkpoint."""
-        raise EngineError("this vLLM cannot be started from here; start it again as you did the first time")
-
-    def stop(self) -> None:
-        """Stop the vLLM that `start` started, even if it is still starting."""
-
     def learn(self, shapes: Shapes, dtypes: Dtypes) -> str:
         """Find a run's tensors in vLLM's parameters; returns the digest of the live weights."""
         config = self._client.vllm_config
@@ -125,9 +96,8 @@ class Engine:
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:
         """Stage delta files, in this order, while vLLM generates; then commit them between two steps.
 
-        If an engine fails, it keeps its old weights, and an error is raised; other engines may have
-        committed. On success, later tokens have `label`, new requests reuse no older prefix, and running
-        requests continue with the new weights. (A vLLM that pauses computes their keys and values again.)
+        If one of several engines fails, it keeps its old weights, and others may have committed. A vLLM that
+        pauses computes the keys and values of running requests again.
         """
         return self._take(digest, label, deltas=[str(path.absolute()) for path in deltas])
 

@@ -1,4 +1,4 @@
-"""Keeps one vLLM at the newest version of a run, or at the version that its owner wants.
+"""Keeps one engine at the newest version of a run, or at the version that its owner wants.
 
 A follower is one thread, which watches the bucket, and fetches, stages, commits and reports versions.
 Normally the follower applies a version's deltas. If that is not possible, it joins: it builds a checkpoint of
@@ -14,6 +14,7 @@ from collections import deque
 from pathlib import Path
 
 from delta_weight_sync import errors
+from delta_weight_sync.engine import Dtypes, Engine, Shapes, label_of
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef, Manifest
 from delta_weight_sync.runlog import (
@@ -25,8 +26,7 @@ from delta_weight_sync.runlog import (
     traffic_event,
 )
 from delta_weight_sync.util import Guard
-from delta_weight_sync.vllm.disk import Dtypes, Layout, Shapes
-from delta_weight_sync.vllm.engine import Engine, label_of
+from delta_weight_sync.vllm.disk import Layout
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
 _LINE_S = 60.0  # between two log lines about served versions

@@ -381,8 +381,7 @@ class DeltaWorker:
         self.weights = self._weights(learned.routes, owned[self._ranks.rank], fallback)
         self._staged, self._digest = Staged(), self.weights.digest()
         if not self._rechecks:
-            self._rechecks = Thread(target=_recheck, args=(weakref.ref(self),), name="recheck", daemon=True)
-            self._rechecks.start()
+            self._rechecks = rechecks(weakref.ref(self))
         answer: Answer = {"digest": to_hex(self._digest)}
         if self._draft:
             answer["drafts"] = {"method": self._draft.method, "kept": self._draft.kept}
@@ -463,14 +462,21 @@ class DeltaWorker:
         return {"commit_s": took_s - waited_s, "waited_s": waited_s, "live_at": time.time()}
 
 
-def _recheck(of: weakref.ref[DeltaWorker]) -> None:
-    guard = Guard("the search for foreign writes to the weights")
-    while worker := of():
-        with guard, suppress(torch.OutOfMemoryError):  # the engine may need all of a GPU for a moment
-            worker.weights.recheck()
-        del worker
-        # One tenth of `RECHECK_S` remains for hashing, and for repeating slices that a commit disturbed.
-        time.sleep(0.9 * RECHECK_S / memory.SLICES)
+def rechecks(of: weakref.ref[Any]) -> Thread:
+    """Start a thread that hashes the `weights` of an object again and again, as long as the object exists."""
+
+    def recheck() -> None:
+        guard = Guard("the search for foreign writes to the weights")
+        while worker := of():
+            with guard, suppress(torch.OutOfMemoryError):  # the engine may need all of a GPU for a moment
+                worker.weights.recheck()
+            del worker
+            # One tenth of `RECHECK_S` remains for hashing, and for repeating slices that a commit disturbed.
+            time.sleep(0.9 * RECHECK_S / memory.SLICES)
+
+    thread = Thread(target=recheck, name="recheck", daemon=True)
+    thread.start()
+    return thread
 
 
 def _unsupported(config: Any) -> str:
