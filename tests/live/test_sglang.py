@@ -107,6 +107,11 @@ class Sglang(Server):
         spans = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
         return {"tokens": answer["output_ids"], "cached": meta["cached_tokens"], "spans": spans}
 
+    def load(self, model: Path) -> None:
+        """Let SGLang's own loader load a checkpoint, and drop all prefixes."""
+        body = {"model_path": str(model), "flush_cache": True}
+        httpx.post(f"{self.url}/update_weights_from_disk", json=body, timeout=300).raise_for_status()
+
     def checksums(self) -> dict[str, str]:
         """SGLang's own checksum of each live parameter."""
         answer = httpx.get(f"{self.url}/weights_checker", timeout=60).raise_for_status().json()
@@ -135,7 +140,7 @@ def label(version: int) -> str:
 
 @pytest.fixture(scope="module", params=["overlap", "no overlap"])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a server that follows a run does, and what servers do that load its versions."""
+    """What a server that follows a run does, and what one does that loads its versions from a folder."""
     folder = tmp_path_factory.mktemp("sglang")
     words = ["--disable-overlap-schedule"] * (request.param == "no overlap")
     trainer = Trainer(folder)
@@ -187,16 +192,18 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         found["commits"] = server.status()["commits"]
         found["engine"] = server.status()["engine"]
     trainer.close()
-    found["fresh"], found["fresh checksums"] = {}, {}
-    for version in (0, 2, 5):
-        folder_of = folder / f"version-{version}"
-        found.setdefault("published", {})[version] = Run(trainer.url).checkout(folder_of, version).digest
-        with Sglang(folder_of, folder / f"fresh-{version}", *words) as fresh:
-            fresh.wait_until_healthy()
+    loaded = (0, 2, 5)
+    versions = {version: Run(trainer.url).checkout(folder / f"{version}", version) for version in loaded}
+    found["published"] = {version: checkout.digest for version, checkout in versions.items()}
+    with Sglang(folder / "0", folder / "fresh", *words) as fresh:
+        fresh.wait_until_healthy()
+        found["fresh"] = {}
+        found["fresh checksums"] = {}
+        found["fresh long"] = [fresh.ask(prompt, MANY)["tokens"] for prompt in RUNNING]
+        for version in loaded:
+            fresh.load(folder / f"{version}")
             found["fresh"][version] = [fresh.ask(prompt)["tokens"] for prompt in PROMPTS]
             found["fresh checksums"][version] = fresh.checksums()
-            if version == 0:
-                found["fresh long"] = [fresh.ask(prompt, MANY)["tokens"] for prompt in RUNNING]
     return found
 
 

@@ -169,7 +169,7 @@ def _before_requests(scheduler: Any, _: Any) -> None:
 
 
 def _ends_step(plain: Any, scheduler: Any, batch: Any, last_batch: Any) -> bool:
-    return scheduler.delta_weight_sync.engine.ends_step(batch) or plain(scheduler, batch, last_batch)
+    return bool(scheduler.delta_weight_sync.engine.ends_step(batch) or plain(scheduler, batch, last_batch))
 
 
 def _before_step(scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
