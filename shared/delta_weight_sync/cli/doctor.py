@@ -11,17 +11,18 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from delta_weight_sync import compat
+from delta_weight_sync.sglang import hooks as sglang_hooks
 from delta_weight_sync.store import hooks as store_hooks
 from delta_weight_sync.trl import hooks as trl_hooks
 from delta_weight_sync.vllm import hooks as vllm_hooks
 
 _NAME = "delta-weight-sync"
-_PATCHED = vllm_hooks.FEATURES, trl_hooks.FEATURES
+_PATCHED = vllm_hooks.FEATURES, trl_hooks.FEATURES, sglang_hooks.FEATURES
 
 
 def configure(parser: argparse.ArgumentParser, _: str) -> None:
     """Add the arguments of `doctor`."""
-    help_ = "examine vLLM and TRL in FOLDER, such as an unpacked wheel, not the installed ones"
+    help_ = "examine vLLM, TRL or SGLang in FOLDER, such as an unpacked wheel, not the installed ones"
     parser.add_argument("--site", type=Path, metavar="FOLDER", help=help_)
     parser.epilog = "The exit code is 1 if a package that was found cannot be used."
     parser.set_defaults(run=_run)
@@ -43,10 +44,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _packages() -> bool:
-    """Print a line for each requirement but vLLM and TRL. Return whether an installed version is wrong."""
+    """Print a line for each requirement but engines and TRL. Return whether an installed version is wrong."""
     wrong = False
     own = importlib.metadata.distribution(_NAME)
-    seen = {"vllm", "trl"}
+    seen = {"vllm", "trl", "sglang"}
     group = ""
     extras = ("", *(own.metadata.get_all("Provides-Extra") or ()))
     for need in map(Requirement, own.requires or ()):

@@ -38,11 +38,9 @@ class SglangEngine(LocalEngine):
 
     what = "SGLang"
 
-    def __init__(self, scheduler: Any) -> None:
-        """`scheduler`: SGLang's scheduler, with a loaded model and all hooks of `plugin`."""
-        from sglang.srt.runtime_context import get_serving
-
-        super().__init__(str(get_serving().weight_version))
+    def __init__(self, scheduler: Any, label: str) -> None:
+        """`scheduler`: SGLang's scheduler, with a loaded model; `label`: that of its tokens now."""
+        super().__init__(label)
         self._scheduler = scheduler
         self._calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
         self._key = ""  # added to the `extra_key` of new requests
@@ -142,7 +140,7 @@ def _for_sglang(reason: object) -> str:
 
 
 def _unsupported(scheduler: Any) -> str:
-    """What a model or a cache has that rules out commits; "" if nothing does. See also `plugin.refusal`."""
+    """What a model or a cache has that rules out commits; "" if nothing does. See also `replica.refusal`."""
     config = scheduler.model_config
     cache = type(scheduler.tree_cache)
     if config.quantization:

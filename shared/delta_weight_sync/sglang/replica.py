@@ -137,6 +137,7 @@ class Replica:
     def __init__(self, scheduler: Any) -> None:
         """`scheduler`: SGLang's scheduler, with a loaded model."""
         from sglang.srt.plugins.hook_registry import HookRegistry
+        from sglang.srt.runtime_context import get_serving
 
         from delta_weight_sync.sglang.engine import SglangEngine  # imports numba
 
@@ -146,7 +147,7 @@ class Replica:
         settings = _settings()
         self._scratch = Scratch()
         own = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else None
-        self.engine = SglangEngine(scheduler)
+        self.engine = SglangEngine(scheduler, str(get_serving().weight_version))
         self.follower = Follower(
             open_run(settings.run, public_key=settings.public_key or None),
             self.engine,
