@@ -33,6 +33,7 @@ class Server:
     """A program that follows a run and reports on it. Its output goes to a file of its folder."""
 
     status_path = "/delta_weight_sync/status"
+    patience_s = PATIENCE_S
 
     def __init__(self, command: list[str], environ: Mapping[str, str], log: Path, port: int) -> None:
         self.port = port
@@ -62,7 +63,7 @@ class Server:
     def stop(self) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(PATIENCE_S)
+            self._process.wait(self.patience_s)
 
     def status(self, after: int = -1) -> dict[str, Any]:
         answer = httpx.get(f"{self.url}{self.status_path}", params={"after": after}, timeout=60.0)
@@ -74,7 +75,7 @@ class Server:
 
     def wait_until_healthy(self) -> None:
         """Block until it answers, for one that follows no run yet."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         while time.monotonic() < deadline and self._process.poll() is None:
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health").is_success:
@@ -83,7 +84,7 @@ class Server:
         raise AssertionError(f"no answer; see {self._log}")
 
     def wait_until(self, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         last = "no answer"
         while time.monotonic() < deadline and self._process.poll() is None:
             try:

@@ -70,6 +70,8 @@ class Trainer:
 class Sglang(Server):
     """SGLang's own server, with the plugin of `pyproject.toml`."""
 
+    patience_s = 900.0  # two processes import SGLang, which takes minutes on a busy machine
+
     def __init__(self, model: Path, folder: Path, *words: str, **environ: str) -> None:
         folder.mkdir()
         port = free_port()
@@ -159,7 +161,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     publish()
     follows = {"DELTA_WEIGHT_SYNC_RUN": f"{served.as_uri()}#live"}
-    with Sglang(folder / "base", folder / "server", *words, **follows) as server:
+    with (
+        Sglang(folder / "base", folder / "fresh", *words) as fresh,
+        Sglang(folder / "base", folder / "server", *words, **follows) as server,
+    ):
         note(0)
         found["before"] = [server.ask(LONG, 1)["cached"], server.ask(LONG, 1)["cached"]]
         with ThreadPoolExecutor(3) as pool:
@@ -191,19 +196,18 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         note(5)
         found["commits"] = server.status()["commits"]
         found["engine"] = server.status()["engine"]
-    trainer.close()
-    loaded = (0, 2, 5)
-    versions = {version: Run(trainer.url).checkout(folder / f"{version}", version) for version in loaded}
-    found["published"] = {version: checkout.digest for version, checkout in versions.items()}
-    with Sglang(folder / "0", folder / "fresh", *words) as fresh:
+        loaded = (0, 2, 5)
+        versions = {version: Run(trainer.url).checkout(folder / f"{version}", version) for version in loaded}
+        found["published"] = {version: checkout.digest for version, checkout in versions.items()}
         fresh.wait_until_healthy()
+        found["fresh long"] = [fresh.ask(prompt, MANY)["tokens"] for prompt in RUNNING]
         found["fresh"] = {}
         found["fresh checksums"] = {}
-        found["fresh long"] = [fresh.ask(prompt, MANY)["tokens"] for prompt in RUNNING]
         for version in loaded:
             fresh.load(folder / f"{version}")
             found["fresh"][version] = [fresh.ask(prompt)["tokens"] for prompt in PROMPTS]
             found["fresh checksums"][version] = fresh.checksums()
+    trainer.close()
     return found
 
 
