@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "model.safetensors"  # the weights of a checkpoint, if they are in one file
+ADAPTER = "adapter_model.safetensors"  # PEFT's name of the weights of an adapter, and of its config
+ADAPTER_CONFIG = "adapter_config.json"
 INDEX = f"{WEIGHTS}.index.json"  # says which file has which tensor, if the weights are in several files
 Bits = NDArray[np.uint16]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -14,7 +14,7 @@ from delta_weight_sync.scratch import Scratch
 _ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CARD: Final = """\
 ---
-library_name: transformers
+library_name: {library}
 {metadata}---
 
 # {title}
@@ -83,6 +83,7 @@ def _card(reader: RunReader, manifest: Manifest, to: str) -> str:
     except (ObjectMissingError, ProtocolError):  # a card without its base is better than none
         pass
     return _CARD.format(
+        library="peft" if manifest.anchor.is_adapter else "transformers",
         metadata=metadata,
         title=to.partition("/")[2],
         version=manifest.version,

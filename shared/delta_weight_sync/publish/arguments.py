@@ -24,6 +24,7 @@ def check(
     url: str,
     base: str | Path | None,
     *,
+    adapter: bool,
     encoding: Encoding,
     mirror: Place,
     keep: str | None,
@@ -36,6 +37,11 @@ def check(
         raise ConfigError(
             f"base is of type {type(base).__name__}, not a path: give the folder, or the model's id on the"
             ' Hub, from which the policy was loaded, as in base="Qwen/Qwen3-0.6B"'
+        )
+    if adapter and base is not None:
+        raise ConfigError(
+            "a run that publishes an adapter needs no base, because the adapter's config names it: leave out"
+            " base, or adapter=True"
         )
     for argument, value, kind in (("mirror", mirror, Place), ("encoding", encoding, Encoding)):
         if value not in (known := get_args(kind)):

@@ -35,7 +35,7 @@ import torch
 from safetensors import SafetensorError
 
 from delta_weight_sync import codec, errors
-from delta_weight_sync.checkpoint import INDEX, WEIGHTS, Spec, Specs, dtypes_in, to_bits, write_bits
+from delta_weight_sync.checkpoint import ADAPTER, INDEX, WEIGHTS, Spec, Specs, dtypes_in, to_bits, write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
@@ -107,7 +107,8 @@ class Outbox:
     `writer` is a `RunWriter` on rank 0, otherwise a `PartWriter`. `untrained`, on rank 0, returns the tensors
     that are not trained (name, dtype, words). `untrained` gets the trained tensors' specs, the names of the
     tensors that rank 0 owns, and a function: name -> words of a tensor that rank 0 owns. `hub_copy`, on rank
-    0, copies the base's files instead of an upload of version 0.
+    0, copies the base's files instead of an upload of version 0. `adapter`: the tensors are PEFT's, which
+    reads one file, so rank 0 owns all of them.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Outbox:
         hub_copy: HubCopy | None = None,
         keep: Keep | None = None,
         finite: bool = True,
+        adapter: bool = False,
     ) -> None:
         self._writer = writer
         self._encoding = encoding
@@ -130,7 +132,8 @@ class Outbox:
         self._peers = peers or Peers(alone=True)
         # A second process group, because the background thread must not share the trainer's collectives.
         self._thread_peers = Peers(alone=self._peers.size == 1)
-        self.owners = Owners(self._peers.size)
+        self._adapter = adapter
+        self.owners = Owners(1 if adapter else self._peers.size)
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the words of all tensors
         self.dtypes: dict[str, str] = {}  # of all tensors
         self._finite = finite
@@ -322,7 +325,7 @@ class Outbox:
         left = -1  # bytes that the last file has room for
         for name in (name for name in specs if self.owners[name] == self._peers.rank):
             left -= specs[name].nbytes
-            if left < 0:
+            if left < 0 and not (self._adapter and files):
                 files.append([])
                 left = _FILE_BYTES - specs[name].nbytes
             files[-1].append(name)
@@ -330,7 +333,7 @@ class Outbox:
         before = sum(map(len, ranks[: self._peers.rank]))
         count = sum(map(len, ranks))
         names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-        names = names if count > 1 else [WEIGHTS]
+        names = names if count > 1 else [ADAPTER if self._adapter else WEIGHTS]
         self._files = dict(zip(names[before:], files, strict=False))
         if self._peers.main and count > 1:
             inside = itertools.chain(*ranks)

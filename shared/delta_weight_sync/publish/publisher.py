@@ -16,7 +16,7 @@ from delta_weight_sync import errors
 from delta_weight_sync.checkpoint import Bits, Spec, Specs, dtype_of
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import tensor_digest, to_hex
-from delta_weight_sync.publish import arguments, restarts
+from delta_weight_sync.publish import arguments, lora, restarts
 from delta_weight_sync.publish.adapters import Merged, adapted, unwrapped
 from delta_weight_sync.publish.base import MERGED, PEFT, Base
 from delta_weight_sync.publish.hub_copy import HubCopy
@@ -40,7 +40,7 @@ from delta_weight_sync.util import Guard
 
 __all__ = ["Publisher", "checkpoint_weights"]
 DEFAULT_RUN = "main"
-Model = torch.nn.Module | Merged | Weights | Mapping[str, torch.Tensor]
+Model = torch.nn.Module | Merged | lora.Adapter | Weights | Mapping[str, torch.Tensor]
 _TIMEOUT_S = 600.0
 _log = logging.getLogger("delta_weight_sync")
 
@@ -66,8 +66,11 @@ class Publisher:
         url: URL of the bucket, then `#` and the run's name ("main" by default). A missing bucket is created.
         base: The checkpoint from which the policy was loaded: a folder, or a model's id on the Hub. A new run
             takes config, tokenizer and untrained weights from this checkpoint. Versions have its tensors,
-            under their names and in their dtypes there.
+            under their names and in their dtypes there. Leave it out with `adapter`.
         encoding: Encoding of deltas, "fast" or "small"; see `delta_weight_sync.codec`.
+        adapter: Publish the LoRA adapter of a PEFT model, not the merged weights. A version then is a folder
+            as PEFT saves it, in 16 bits. A replica serves its own base with the adapter, so the trainer's
+            base may be quantized.
         mirror: Which memory holds the newest sync's bf16 bits: "host", or "device" for parameters on a GPU.
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
@@ -100,6 +103,7 @@ class Publisher:
         base: str | Path | None = None,
         *,
         encoding: Encoding = "fast",
+        adapter: bool = False,
         mirror: Place = "host",
         keep: str | None = None,
         allow_nonfinite: bool = False,
@@ -120,6 +124,8 @@ class Publisher:
         self._has_version = False  # whether the run has a version, or will have one; the same on all ranks
         self._fresh = fresh
         self._found: FoundState | None = None
+        self._adapter = adapter
+        self._config: Mapping[str, Any] | None = None  # of the adapter that was published last
         self._start: Base | None = None  # only on the main rank
         self._assets: Path | None = None  # folder with the small files of `_start`
         self._plan: Plan | None = None  # made when the first weights come
@@ -130,6 +136,7 @@ class Publisher:
             kept = arguments.check(
                 url,
                 base,
+                adapter=adapter,
                 encoding=encoding,
                 mirror=mirror,
                 keep=keep,
@@ -161,6 +168,7 @@ class Publisher:
                 hub_copy=HubCopy(self._start, self._writer) if self._start and self._writer else None,
                 keep=kept,
                 finite=not allow_nonfinite,
+                adapter=adapter,
             )
             stack.enter_context(contextlib.closing(self._outbox))
             # The thread that uploads states gets its own process group: threads must not share collectives.
@@ -207,7 +215,7 @@ class Publisher:
         """
         self._require_open()
         with self._peers.fail_together():
-            weights = arguments.named(weights)
+            weights = self._taken(weights)
             step = arguments.whole_step(step, 0)
         plan = self._planned(weights)
         with self._peers.fail_together():
@@ -234,7 +242,8 @@ class Publisher:
                 iterable or mapping of names and tensors. The names are those of the model or of the
                 checkpoint. Each call must have the same names. Float tensors are rounded to the dtype that
                 versions hold them in, usually bf16. A model with PEFT's LoRA adapters is published merged:
-                `W + scale * B @ A`, computed in float64, rounded once. The base is only read.
+                `W + scale * B @ A`, computed in float64, rounded once. The base is only read. A publisher
+                with `adapter` takes a `PeftModel` only, and publishes its active adapter.
             step: Number of this sync, stored in the version; by default the next one after the run's newest
                 sync or the resumed state, and 1 in a new run. It must not fall.
 
@@ -250,7 +259,7 @@ class Publisher:
         # The version after which a trainer that resumed no state publishes its first weights.
         earlier = None if self._begun or self.resumed_from else self._continued
         with self._peers.fail_together():
-            weights = arguments.named(weights)
+            weights = self._taken(weights)
             newest = self.sync if self._peers.main else 0  # only the main rank's steps count
             last = earlier.sync if earlier else self.sync
             sync = last + 1 if step is None else arguments.whole_step(step, newest)
@@ -336,13 +345,15 @@ class Publisher:
         found = self._found
         self._found = None
         assert found is not None
-        live = _state_weights(weights)
+        live = self._trained(weights)
         found.restore(live, optimizer, others)
         # If the newest version is damaged, `shapes` is empty. The digest is then not checked, because it also
         # covers the untrained weights, which are unknown.
         published: Model = {}
         if self._outbox.shapes:
-            has_adapters = isinstance(weights, torch.nn.Module) and isinstance(adapted(weights), Merged)
+            has_adapters = self._adapter or (
+                isinstance(weights, torch.nn.Module) and isinstance(adapted(weights), Merged)
+            )
             published = weights if has_adapters else dict(self._published(live)).items()
         if published and self.digest(published) != found.record.digest:
             raise errors.StateError(
@@ -368,7 +379,8 @@ class Publisher:
 
         Args:
             weights: Every tensor that training changes, under the same names as in `publish`. Of a model with
-                PEFT's adapters, a state has the adapters but not the frozen base.
+                PEFT's adapters, a state has the adapters but not the frozen base. Pass the model here if the
+                publisher has `adapter`.
             optimizer: The optimizer; its state, such as moments, is saved.
             extra: Values of your own that JSON can hold, such as the number of samples used.
             final: Save the state even if `state_minutes` have not passed, after the upload of an earlier one.
@@ -395,7 +407,7 @@ class Publisher:
             return False
         with self._peers.fail_together():
             extra = as_json(extra or {}, "`extra`")  # a copy: the caller may change its own meanwhile
-            state = snapshot(_state_weights(weights), optimizer, others, main=self._peers.main)
+            state = snapshot(self._trained(weights), optimizer, others, main=self._peers.main)
         first = self.resumed_from is None and self._saver.thread is None
         self._saver.save(state, self.sync, extra)
         if first:
@@ -422,6 +434,8 @@ class Publisher:
 
     def digest(self, weights: Model) -> str:
         """The digest that a version with these weights, of all ranks, would have."""
+        if self._adapter:
+            weights = lora.adapter_of(weights)
         plan = self._planned(weights)
         own, names = own_digest(self._named(weights, plan), plan, self._outbox.owners, self._peers.rank)
         mirror = self._outbox.mirror  # also has the untrained weights
@@ -436,6 +450,8 @@ class Publisher:
         Raises:
             CodecError: A tensor of the version is not a plain view, or is not held in bf16.
         """
+        if self._adapter:
+            weights = lora.adapter_of(weights)
         plan = self._planned(weights)
         found = dict[str, torch.Tensor]()
         for name, tensor in checkpoint_weights(weights, plan):
@@ -482,6 +498,24 @@ class Publisher:
                 "this Publisher is closed: publish inside of its `with` block, or open another Publisher"
             )
 
+    def _taken(self, weights: Model) -> Model:
+        """What `publish` got, once it is checked: of a run that publishes an adapter, the adapter."""
+        if not self._adapter:
+            taken: Model = arguments.named(weights)
+            return taken
+        adapter = lora.adapter_of(weights)
+        if self._config is not None:
+            adapter.require_same_meaning(self._config)
+        self._config = adapter.config
+        return adapter
+
+    def _trained(self, weights: Model) -> dict[str, torch.Tensor]:
+        """The tensors that a state holds. Of a model with adapters, these are not the tensors of a version."""
+        if self._adapter:
+            return dict(checkpoint_weights(lora.adapter_of(weights)))
+        found = adapted(weights) if isinstance(weights, torch.nn.Module) else weights
+        return dict(found.trained() if isinstance(found, Merged) else checkpoint_weights(found))
+
     def _require_version(self) -> None:
         if not self._has_version:
             raise errors.ConfigError("nothing was published yet: call `publish` first")
@@ -496,6 +530,8 @@ class Publisher:
         return self._plan
 
     def _make_plan(self, weights: Model) -> Plan:
+        if self._adapter:
+            return self._adapter_plan(lora.adapter_of(weights))
         found = adapted(weights) if isinstance(weights, torch.nn.Module) else None
         model = None if isinstance(found, Merged) else unwrapped(found)
         specs = self._outbox.specs
@@ -515,6 +551,16 @@ class Publisher:
         if self._start and self._assets:
             self._start.write_files(self._assets, plan, specs)
         return plan
+
+    def _adapter_plan(self, adapter: lora.Adapter) -> Plan:
+        assert self._writer is not None
+        assert self._assets is not None
+        if self._continued:
+            adapter.require_same_meaning(lora.config_of(self.reader, self._continued))
+        adapter.write_config(self._assets)
+        self._writer.model = adapter.base
+        specs = self._outbox.specs
+        return Plan(f"run {self.reader.keys.run!r}" if specs else "", specs, Names(), fixed=bool(specs))
 
     def _untrained(
         self, trained: Specs, own: Iterable[str], bits: Callable[[str], Bits]
@@ -538,7 +584,7 @@ class Publisher:
         for name, tensor in checkpoint_weights(weights, plan):
             if name in names:
                 raise errors.CodecError(f"parameter {name} comes twice: publish `model.named_parameters()`")
-            if PEFT.search(name):
+            if PEFT.search(name) and not self._adapter:
                 raise errors.ConfigError(f"{name} is PEFT's name of a parameter: {MERGED}")
             names.add(name)
             targets = () if plan.joined(name) else plan.targets(name, tensor)
@@ -585,7 +631,13 @@ class Publisher:
         with contextlib.ExitStack() as stack:
             assets = stack.enter_context(Scratch())
             newest = RunReader(bucket, run, trusted).newest()
-            if newest is None and not start:
+            if newest and newest.anchor.is_adapter != self._adapter:
+                what = "whole weights" if self._adapter else "an adapter"
+                raise errors.ConfigError(
+                    f"the versions of run {run!r} hold {what}: choose another run name, or"
+                    f" {'leave out' if self._adapter else 'set'} adapter=True"
+                )
+            if newest is None and not start and not self._adapter:
                 raise errors.CheckpointError(
                     f"run {run!r} in {bucket.url} is new: name the checkpoint that the policy was loaded"
                     ' from, as in base="Qwen/Qwen3-0.6B"'
@@ -598,7 +650,7 @@ class Publisher:
             if newest is None and start:
                 _ = start.checkpoint  # raises if the weights cannot be read, before anything is written
             self._start = start
-            self._assets = assets if start else None
+            self._assets = assets if start or self._adapter else None
             model = start.name if start else ""
             writer = RunWriter(bucket, run, model=model, assets=self._assets, signing_key=signing_key)
             writer.on_version = on_version
@@ -620,13 +672,13 @@ def checkpoint_weights(weights: Model, plan: Plan | None = None) -> Weights:
 
     Raises:
         CodecError: A tensor has no memory that can be read.
-        ConfigError: A name begins with PEFT's `base_model.model`.
+        ConfigError: A name begins with PEFT's `base_model.model`, and `weights` is no adapter.
     """
     kept = isinstance(weights, Mapping | ItemsView)
     seen = set[tuple[object, ...]]()
     for name, tensor in _items(weights, plan):
         plain = plain_name(name)
-        if plain.startswith("base_model.model."):
+        if plain.startswith("base_model.model.") and not isinstance(weights, lora.Adapter):
             raise errors.ConfigError(
                 f"{plain} is PEFT's name of a parameter, which no server knows: {MERGED}"
             )
@@ -647,6 +699,8 @@ def _items(weights: Model, plan: Plan | None) -> Weights:
         yield from arguments.pairs(weights.items())
     elif isinstance(weights, Merged):
         yield from weights.tensors(plan)
+    elif isinstance(weights, lora.Adapter):
+        yield from weights
     elif isinstance(weights, torch.nn.Module):
         yield from weights.named_parameters()
         for path, module in weights.named_modules():
@@ -657,9 +711,3 @@ def _items(weights: Model, plan: Plan | None) -> Weights:
                     yield name, buffer
     else:
         yield from arguments.pairs(weights)
-
-
-def _state_weights(weights: Model) -> dict[str, torch.Tensor]:
-    """The tensors that a state holds. Of a model with adapters, these are not the tensors of a version."""
-    found = adapted(weights) if isinstance(weights, torch.nn.Module) else weights
-    return dict(found.trained() if isinstance(found, Merged) else checkpoint_weights(found))

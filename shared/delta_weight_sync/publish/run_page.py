@@ -29,7 +29,7 @@ The trainer wrote this page when it created the run. The page is not signed.
 delta-weight-sync follow {shell_url} --into newest
 ```
 
-The folder `newest/current` is then an ordinary Hugging Face checkpoint of the newest version. In Python:
+The folder `newest/current` is then an ordinary {kind} of the newest version. In Python:
 
 ```python
 from delta_weight_sync import follow
@@ -69,6 +69,7 @@ def run_page(bucket_url: str, model: str, first: Manifest) -> bytes:
     url = printable(f"{bucket_url}#{first.run}")
     page = _PAGE.format(
         run=_code(first.run),
+        kind="PEFT adapter" if first.anchor.is_adapter else "Hugging Face checkpoint",
         model=_code(model),
         created=time.strftime("%Y-%m-%d %H:%M", time.gmtime(first.born)),
         count=count_text(first.total),

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import FailFast, Field, model_validator
 
+from delta_weight_sync.checkpoint import ADAPTER
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.records.fields import Count, Key, Record, Sha256
 from delta_weight_sync.records.keys import LINK
@@ -80,7 +81,8 @@ def sha256_together(hashes: Iterable[str]) -> str:
 class AnchorRef(Record):
     """A whole checkpoint: `config.json`, the tokenizer's files and the weights.
 
-    The weights are `model.safetensors`, or shards such as `model-00001-of-00004.safetensors` with an index.
+    The weights are `model.safetensors`, or shards such as `model-00001-of-00004.safetensors` with an index. In
+    a run that publishes an adapter, the files are PEFT's: `adapter_config.json`, `adapter_model.safetensors`.
     """
 
     version: Count
@@ -90,6 +92,11 @@ class AnchorRef(Record):
     def weights(self) -> tuple[FileRef, ...]:
         """The files that hold weights."""
         return tuple(file for file in self.files if file.name.endswith(".safetensors"))
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the run publishes an adapter, not a whole model."""
+        return any(file.name == ADAPTER for file in self.files)
 
     @property
     def small(self) -> tuple[FileRef, ...]:
