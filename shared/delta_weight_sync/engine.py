@@ -37,6 +37,7 @@ class Engine(ABC):
     that the follower starts overrides `serves`, `start` and `stop`.
     """
 
+    adapters = False  # whether this engine takes runs that publish an adapter, and no others
     quantized: Quantization | None = None  # of the weights that are live
     what = ""  # the engine's name in messages
 

@@ -23,6 +23,7 @@ class InMemoryVllm:
     the checkpoints that it staged.
     """
 
+    adapters = False
     quantized: Quantization | None = None
     what = "vLLM"
 

@@ -35,6 +35,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from vllm import outputs as vllm_outputs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -53,12 +54,16 @@ _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices 
 
 
 def version_headers(
-    app: Any, serving: Callable[[], Manifest | None], logprobs_mode: Callable[[], str] = lambda: ""
+    app: Any,
+    serving: Callable[[], Manifest | None],
+    logprobs_mode: Callable[[], str] = lambda: "",
+    one_version: Callable[[], bool] = lambda: True,
 ) -> Any:
     """ASGI middleware that adds versions to answers, and refuses requests that need other weights.
 
     `serving` returns the version whose weights are live, or None if no version is served. `logprobs_mode`
-    returns vLLM's option of this name, "" if it is not known.
+    returns vLLM's option of this name, "" if it is not known. `one_version` returns whether all requests are
+    answered by the version that is live; adapters are served side by side.
     """
     if hooks.LABELS.works():
         AsyncLLM.generate = _generate
@@ -72,7 +77,9 @@ def version_headers(
             asked = headers.get(name.encode())
             if asked and (refusal := _refusal(name, asked, live)):
                 return await refusal(scope, receive, send)
-        reply = _Reply(send, live, serving, logprobs_mode(), exact=headers.get(EXACT_SYNC.encode()))
+        reply = _Reply(
+            send, live, serving, logprobs_mode(), exact=headers.get(EXACT_SYNC.encode()), whole=one_version()
+        )
         _prompts.set(reply.prompts)
         await app(scope, receive, reply.send)
         if reply.refusal:
@@ -92,8 +99,10 @@ class _Reply:
         serving: Callable[[], Manifest | None],
         logprobs_mode: str,
         exact: bytes | None,
+        whole: bool,
     ) -> None:
-        """`live`: the version served when the request came; `exact`: the only sync that may make tokens."""
+        """`live`: the version served when the request came; `exact`: the only sync that may make tokens;
+        `whole`: whether an answer without labels comes from that version."""
         self.prompts = list[Choices]()
         self.refusal: JSONResponse | None = None  # takes the place of vLLM's answer
         self._send = send
@@ -101,6 +110,7 @@ class _Reply:
         self._serving = serving
         self._logprobs_mode = logprobs_mode
         self._exact = exact
+        self._whole = whole
         self._streams = False
         self._held: Any = None  # a chunk that may be the last one
 
@@ -113,7 +123,7 @@ class _Reply:
                 self.refusal = self._changed()
             versions = "" if self._streams else _versions(self.prompts)
             if not 0 < len(versions) < _LONGEST:
-                versions = _whole(self._live)
+                versions = _whole(self._live) if self._whole else ""
             added = {b"x-policy-versions": versions, b"x-policy-logprobs": self._logprobs_mode}
             found = [(name, value.encode()) for name, value in added.items() if value]
             message = {**message, "headers": [*message["headers"], *found]}
@@ -136,7 +146,9 @@ class _Reply:
         """The last chunk of a stream, with the versions that made its tokens."""
         if refusal := self._changed():
             return b"data: %b\n\n" % bytes(refusal.body)
-        versions = _versions(self.prompts) or _whole(self._live, self._serving())
+        versions = _versions(self.prompts)
+        if not versions and self._whole:
+            versions = _whole(self._live, self._serving())
         end = chunk.rindex(b"}")
         return chunk[:end] + b',"policy_versions":%b' % (versions or "[]").encode() + chunk[end:]
 
@@ -199,6 +211,12 @@ def _whole(*served: Manifest | None) -> str:
     return text and f"[{text}]"
 
 
+def _length(choice: CompletionOutput) -> int:
+    """The number of tokens of a finished choice. A stream's last output has only its last tokens."""
+    spans = choice.weight_versions
+    return spans[-1].end if spans else len(choice.token_ids)
+
+
 @functools.wraps(_plain)
 async def _generate(*args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
     choices = Choices()
@@ -206,5 +224,10 @@ async def _generate(*args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, 
         prompts.append(choices)
     async with aclosing(_plain(*args, **kwargs)) as outputs:
         async for output in outputs:
-            choices.extend(choice for choice in output.outputs if choice.finished())
+            finished = [choice for choice in output.outputs if choice.finished()]
+            # An adapter is one version for the whole request; vLLM's own labels are those of the base.
+            if label := getattr(output.lora_request, "label", ""):
+                for choice in finished:
+                    choice.weight_versions = [vllm_outputs.WeightVersionSpan(label, 0, _length(choice))]
+            choices.extend(finished)
             yield output

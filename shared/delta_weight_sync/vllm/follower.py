@@ -136,6 +136,11 @@ class Follower:
         """vLLM's option of this name; "" before vLLM runs."""
         return self._engine.sampling()[0]
 
+    @property
+    def adapters(self) -> bool:
+        """Whether versions are served as adapters, several at a time."""
+        return self._engine.adapters
+
     def report(self, after: int) -> ReplicaReport:
         """What the replica is doing, and its recent commits of versions newer than `after`."""
         serving = self.serving
@@ -330,6 +335,7 @@ class Follower:
         """
         started = time.perf_counter()
         first = self.serving is None
+        self._require_kind(manifest)
         wanted = manifest.anchor, self.commands.pinned
         if first and self._refusal and not self._joining.allows(wanted):
             raise self._refusal
@@ -356,6 +362,20 @@ class Follower:
         for ref in manifest.anchor.weights:
             (folder / ref.name).unlink()  # the weights are live now
         self._serve(manifest, fetch_s, *times, joined=True)
+
+    def _require_kind(self, manifest: Manifest) -> None:
+        """Raise `EngineError` if vLLM was not started for runs that publish what this run publishes."""
+        if manifest.anchor.is_adapter and not self._engine.adapters:
+            raise errors.EngineError(
+                f"run {manifest.run!r} publishes an adapter: start {self._engine.what} with --enable-lora, and"
+                " with the base of the adapter as model",
+                errors.CodecError.kind,
+            )
+        if self._engine.adapters and not manifest.anchor.is_adapter:
+            raise errors.EngineError(
+                f"run {manifest.run!r} publishes whole weights: start {self._engine.what} without --enable-lora",
+                errors.CodecError.kind,
+            )
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, tensors: _Tensors) -> None:
         """Start or restart vLLM if this version needs that; let vLLM learn the places of the tensors.

@@ -128,6 +128,28 @@ def _quantized(probe: Probe) -> None:
     probe.attributes("vllm.config", "CompilationConfig", "static_forward_context", "static_all_moe_layers")
 
 
+def _adapters(probe: Probe) -> None:
+    """`adapters` loads versions by vLLM's own calls, tells the server their names, and compares them with the
+    model's layers."""
+    probe.accepts(_CLIENT, "AsyncLLM.add_lora", "lora_request")
+    probe.accepts(_CLIENT, "AsyncLLM.remove_lora", "lora_id")
+    models = "vllm.entrypoints.openai.models.serving", "OpenAIServingModels"
+    probe.attributes(*models, "lora_requests", "lora_id_counter", "is_base_model")
+    probe.attributes("vllm.config.lora", "LoRAConfig", "max_cpu_loras", "lora_dtype")
+    probe.attributes("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin", "lora_manager")
+    probe.attributes("vllm.lora.worker_manager", "LRUCacheWorkerLoRAManager", "_adapter_manager")
+    probe.attributes("vllm.lora.model_manager", "LoRAModelManager", "modules", "get_adapter")
+    for name in ("LogitsProcessorWithLoRA", "VocabParallelEmbeddingWithLoRA"):
+        probe.find("vllm.lora.layers", name)
+    linear = f"{_LAYERS}.linear"
+    probe.attributes(linear, "LinearBase", "input_size", "output_size")
+    probe.attributes(linear, "QKVParallelLinear", "total_num_heads", "total_num_kv_heads", "v_head_size")
+    # Ranks and scales of single layers, and prefixes cached by an adapter's path. Older releases ignore both.
+    probe.find("vllm.lora.peft_helper", "PEFTHelper.get_rank_and_scaling")
+    probe.attributes("vllm.outputs", "RequestOutput", "lora_request")
+    probe.find("vllm.outputs", "WeightVersionSpan")
+
+
 def _drafts(probe: Probe) -> None:
     """`drafts` finds the parameters of a draft, and where vLLM loaded it from."""
     probe.find("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_draft_model")
@@ -229,6 +251,13 @@ DRAFTS = Feature(
     _drafts,
     without="a draft keeps the weights that it started with",
 )
+ADAPTERS = Feature(
+    VLLM,
+    "versions as adapters",
+    _adapters,
+    without="a run that publishes an adapter is refused",
+    since="0.32",
+)
 CPU = Feature(VLLM, "live weights on a CPU", _cpu, upstream="vllm/0005", only_cpu=True)
 CPU_EXPERTS = Feature(
     VLLM,
@@ -282,6 +311,7 @@ FEATURES: tuple[Feature, ...] = (
     DERIVED,
     QUANTIZED,
     DRAFTS,
+    ADAPTERS,
     CPU,
     CPU_EXPERTS,
     CPU_CONVOLUTIONS,

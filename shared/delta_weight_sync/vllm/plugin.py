@@ -79,6 +79,10 @@ def _register_backend() -> None:
 def _call(worker: object, **call: object) -> object:
     # `worker` imports numba, so it is imported late. When vLLM starts, it looks in all loaded modules for
     # kernels to patch, and crashes if it finds numba's kernels.
+    if call.get("op") == "fits":
+        from delta_weight_sync.vllm.adapters import fits
+
+        return fits(worker, call["adapter"])  # type: ignore[arg-type]
     from delta_weight_sync.vllm.worker import call as answer
 
     return answer(worker, make=_made, **call)  # type: ignore[arg-type]

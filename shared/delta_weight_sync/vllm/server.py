@@ -122,6 +122,7 @@ class Endpoint:
             version_headers,
             serving=lambda: of_follower("serving", None),
             logprobs_mode=lambda: of_follower("logprobs_mode", ""),
+            one_version=lambda: not of_follower("adapters", False),
         )
         settings = settings_from(os.environ) if f"{PREFIX}RUN" in os.environ else None
         if settings:
@@ -151,11 +152,19 @@ def _start(client: Any, state: Any, settings: Settings, loop: asyncio.AbstractEv
     """Start a follower of the run that the settings name, as `state.follower`."""
     state.scratch = Scratch()
     own = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else None
+    folder = own or state.scratch.path
+    reader = open_run(settings.run, public_key=settings.public_key or None)
+    engine = Engine(client, loop)
+    if client.vllm_config.lora_config and hooks.ADAPTERS.works():
+        from delta_weight_sync.vllm.adapters import AdapterEngine  # imports vLLM
+
+        models = state.openai_serving_models
+        engine = AdapterEngine(client, loop, models, reader.keys.run, folder)
     follower = Follower(
-        open_run(settings.run, public_key=settings.public_key or None),
-        Engine(client, loop),
+        reader,
+        engine,
         name=settings.name,
-        folder=own or state.scratch.path,
+        folder=folder,
         poll_s=settings.poll_s,
     )
     follower.start()
