@@ -1,6 +1,8 @@
-"""vLLM serves the versions of a run as adapters, side by side, and each request ends on the one that it began with."""
+"""vLLM serves versions as adapters, side by side, and each request ends on the one that it began with."""
 
 import json
+import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,18 +12,19 @@ import httpx
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from delta_weight_sync import Publisher, Run
 from delta_weight_sync.records import Head, Manifest, Writer, reference
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, new_pair
 from delta_weight_sync.vllm import hooks
-from tests.live.replica import PROMPTS, Server, served
+from tests.live.replica import PROMPTS, Server, order, served
 from tests.support import tiny_policy as tiny
 from tests.support.waiting import PATIENCE_S, soon
 
 pytestmark = [
     pytest.mark.live,
+    pytest.mark.long,
     pytest.mark.skipif(not hooks.ADAPTERS.works(), reason="this vLLM does not serve versions as adapters"),
 ]
 RUN = "wordle"
@@ -30,7 +33,7 @@ OPTIONS = {"enable-lora": True, "max-loras": 2, "max-model-len": 2048}
 PAIR = new_pair()
 
 
-def adapted(base: Path, layers: int = 2, **options: Any) -> Any:
+def adapted(base: Path, **options: Any) -> Any:
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"} | options
@@ -156,18 +159,17 @@ def test_two_versions_in_flight_answer_as_each_does_alone(place, url, replica):
     assert labels(base) == [(None, [[0, 0, 24]])], "the base was never published"
     for version in (0, 1):
         Run(url).checkout(place / f"version-{version}", version)
-    for version in (0, 1):
-        modules = f"alone={place / f'version-{version}'}"
-        with served(
-            place / "base", "", place / "alone", None, **OPTIONS, **{"lora-modules": modules}
-        ) as alone:
-            there = answers(alone, "alone")
-            if version == 0:
-                whole = complete(alone, "alone", PROMPTS[0], LONG).json()["choices"][0]["token_ids"]
-        assert there == beside[1 - version]
+    allowed = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with served(place / "base", "", place / "alone", allowed, **OPTIONS | {"max-loras": 1}) as alone:
+        for version in (0, 1):
+            adapter = {"lora_name": str(version), "lora_path": str(place / f"version-{version}")}
+            httpx.post(f"{alone.url}/v1/load_lora_adapter", json=adapter, timeout=60).raise_for_status()
+        assert answers(alone, "1") == beside[0]
+        assert answers(alone, "0") == beside[1]
+        long = complete(alone, "0", PROMPTS[0], LONG).json()["choices"][0]
     assert before == beside[1]
     assert beside[0] != beside[1]
-    assert whole == stream.tokens
+    assert long["token_ids"] == stream.tokens
 
 
 def test_old_versions_go_and_their_requests_end_on_them(place, url, replica):
@@ -186,7 +188,7 @@ def test_old_versions_go_and_their_requests_end_on_them(place, url, replica):
         print("bytes of one sync:", manifest.delta[0].size, "of", manifest.full_bytes)
         assert complete(replica, f"{RUN}@1", PROMPTS[0]).status_code == 404
         listed = httpx.get(f"{replica.url}/v1/models").json()["data"]
-        assert {each["id"] for each in listed} == {"policy", RUN, f"{RUN}@3", f"{RUN}@4"}
+        assert {each["id"] for each in listed} == {"policy", f"{RUN}@3", f"{RUN}@4"}
         stream.wait()
         assert stream.models == {f"{RUN}@1"}
         assert len(stream.tokens) == LONG
@@ -229,21 +231,44 @@ def test_a_forged_and_a_damaged_version_are_not_served(place, url, replica):
         publisher.flush()
         replica.wait_for(6)
         before = answers(replica, RUN, f"{RUN}@6")
-        httpx.post(
-            f"{replica.url}/delta_weight_sync/pause",
-            headers={"X-Delta-Weight-Sync-Key": "planted-key-of-this-replica"},
-        )
+        order(replica, "pause")
         step(model)
         publisher.publish(model)
         (delta,) = publisher.flush().delta
         data = bucket.get(delta.key)
         bucket.put(delta.key, data[:-1] + bytes([data[-1] ^ 1]))
-        httpx.post(
-            f"{replica.url}/delta_weight_sync/resume",
-            headers={"X-Delta-Weight-Sync-Key": "planted-key-of-this-replica"},
-        )
+        order(replica, "resume")
         replica.wait_until(lambda status: "not the published object" in str(status["error"]), "refusal")
         assert answers(replica, RUN, f"{RUN}@6") == before
         bucket.put(delta.key, data)
         replica.wait_for(7)
     assert answers(replica, RUN, f"{RUN}@7") != before
+
+
+def test_an_adapter_of_another_base_is_refused_until_the_run_has_one_that_fits(place, tmp_path):
+    """vLLM itself would load the first two: it fills up the smaller one with zeros, and leaves out layers."""
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    run = f"{bucket.as_uri()}#other"
+    config = Qwen3Config.from_pretrained(place / "base")
+    smaller = {"hidden_size": 32}, "has 64 inputs and .* outputs, but the adapter"
+    deeper = {"num_hidden_layers": 4}, "model.layers.2..*: vLLM applies no adapter to it"
+    (tmp_path / "replica").mkdir()
+    with served(place / "base", run, tmp_path / "replica", **OPTIONS) as replica:
+        for change, sentence in (smaller, deeper):
+            with torch.random.fork_rng():
+                other = Qwen3ForCausalLM(Qwen3Config(**{**config.to_dict(), **change, "layer_types": None}))
+            with Publisher(run, adapter=True) as publisher:
+                publisher.publish(get_peft_model(other, LoraConfig(r=8, target_modules="all-linear")))
+            status = replica.wait_until(lambda status: status["state"] == "refused", "refusal")
+            assert re.search(sentence, status["error"])
+            assert complete(replica, "other", PROMPTS[0]).status_code == 404
+            shutil.rmtree(bucket / "runs/other")
+        with Publisher(run, adapter=True) as publisher:
+            publisher.publish(adapted(place / "base", r=32))
+        replica.wait_until(lambda status: "--max-lora-rank, at least 32" in str(status["error"]), "rank")
+        shutil.rmtree(bucket / "runs/other")
+        with Publisher(run, adapter=True) as publisher:
+            publisher.publish(adapted(place / "base"))
+        replica.wait_for(0)
+        answers(replica, "other", "other@0")

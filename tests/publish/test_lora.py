@@ -1,4 +1,4 @@
-"""A run with `adapter=True` holds the adapter itself, as PEFT saves it: exact in 16 bits, and loaded by PEFT."""
+"""A run with `adapter=True` holds the adapter as PEFT saves it, exact in 16 bits, and PEFT loads it."""
 
 import json
 import warnings
@@ -237,16 +237,18 @@ def test_a_run_keeps_its_kind_and_the_meaning_of_its_tensors(url, tmp_path):
         publisher.publish(adapt())
         with pytest.raises(ConfigError, match="has lora_alpha=8, but the run has 6: choose another run name"):
             publisher.publish(adapt(lora_alpha=8))
-    with pytest.raises(ConfigError, match="has lora_alpha=8, but the run has 6"):
-        with Publisher(url, adapter=True) as publisher:
-            publisher.publish(adapt(lora_alpha=8))
+    with (
+        pytest.raises(ConfigError, match="has lora_alpha=8, but the run has 6"),
+        Publisher(url, adapter=True) as publisher,
+    ):
+        publisher.publish(adapt(lora_alpha=8))
     build("llama").save_pretrained(tmp_path / "base")
-    with pytest.raises(ConfigError, match="versions of run 'lora' hold an adapter: .* or set adapter=True"):
+    with pytest.raises(ConfigError, match=r"versions of run 'lora' hold an adapter: .* or set adapter=True"):
         Publisher(url, tmp_path / "base")
     with pytest.raises(ConfigError, match="needs no base, because the adapter's config names it"):
         Publisher(url, tmp_path / "base", adapter=True)
     whole = f"{url}-whole"
     with Publisher(whole, tmp_path / "base") as publisher:
         publisher.publish(build("llama"))
-    with pytest.raises(ConfigError, match="hold whole weights: .* or leave out adapter=True"):
+    with pytest.raises(ConfigError, match=r"hold whole weights: .* or leave out adapter=True"):
         Publisher(whole, adapter=True)

@@ -73,6 +73,11 @@ def _serve(arguments: argparse.Namespace) -> None:
         raise ConfigError("arguments after -- are vLLM's: leave them out, or install vLLM")
     reader = opened(arguments)
     manifest = reader.manifest()
+    if manifest.anchor.is_adapter:
+        raise ConfigError(
+            f"run {manifest.run!r} publishes an adapter, which this command does not serve: start"
+            " `vllm serve` with the adapter's base, --enable-lora and the plugin"
+        )
     folder = _folder(arguments.folder, reader)
     guarded = not _is_loopback(arguments.host)
     made = secrets.token_urlsafe(24) if guarded and not os.environ.get(_KEY) else ""

@@ -24,7 +24,7 @@ def check(
     url: str,
     base: str | Path | None,
     *,
-    adapter: bool,
+    adapter: bool = False,
     encoding: Encoding,
     mirror: Place,
     keep: str | None,

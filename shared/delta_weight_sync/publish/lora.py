@@ -1,7 +1,7 @@
-"""Runs whose versions are a LoRA adapter itself: the tensors and the config that PEFT's `save_pretrained` writes.
+"""Runs that publish a LoRA adapter itself: the tensors and the config that PEFT's `save_pretrained` writes.
 
-The base is not published and not even read, so it may be quantized, as in QLoRA. A replica serves its own base with
-the adapter. So nothing else may be trained, and the adapter must be one that a server computes as PEFT does.
+The base is not even read, so it may be quantized, as in QLoRA. A replica serves its own base with the
+adapter. So nothing else may be trained, and vLLM must compute the adapter as PEFT does.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from delta_weight_sync.checkpoint import ADAPTER_CONFIG
 from delta_weight_sync.errors import ConfigError, ProtocolError
 from delta_weight_sync.publish.adapters import unwrapped
 from delta_weight_sync.publish.names import plain_name
-from delta_weight_sync.publish.sharding import Weights
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.scratch import Scratch
 
-# Fields of a LoraConfig, and the only values with which servers compute an adapter as PEFT does.
+# Fields of a LoraConfig, and the only values with which vLLM computes an adapter as PEFT does.
 _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_dora": (False,),
     "modules_to_save": (None, []),
@@ -86,8 +85,8 @@ def adapter_of(model: Any) -> Adapter:
     """Return the active adapter of a PEFT model. An `Adapter` is returned as it is.
 
     Raises:
-        ConfigError: This is no PEFT model with one active adapter, or no server computes this adapter as PEFT
-            does, or something else is trained, too. The message names what.
+        ConfigError: This is no PEFT model with one active adapter, or vLLM does not compute this adapter as
+            PEFT does, or something else is trained, too. The message names what.
     """
     if isinstance(model, Adapter):
         return model
@@ -142,15 +141,16 @@ def _require_plain(name: str, config: Any) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise ConfigError(
-            f"adapter {name!r} is of PEFT's type {kind}, which vLLM does not serve: train a plain `LoraConfig`"
+            f"adapter {name!r} is of PEFT's type {kind}, which vLLM does not serve: train a plain"
+            " `LoraConfig`"
         )
     for key, allowed in _PLAIN.items():
         value = getattr(config, key, allowed[0])
         plain = value.lower() if isinstance(value, str) else value
         if not any(plain == each and type(plain) is type(each) for each in allowed):
             raise ConfigError(
-                f"adapter {name!r} has {key}={value!r}, which vLLM does not serve in an adapter: train without"
-                f" it, or {_MERGED}"
+                f"adapter {name!r} has {key}={value!r}, which vLLM does not serve in an adapter: train"
+                f" without it, or {_MERGED}"
             )
 
 
@@ -163,8 +163,8 @@ def _require_scale(path: str, name: str, layer: Any, config: Any) -> None:
     scale = layer.lora_alpha[name] / (math.sqrt(rank) if config.use_rslora else rank)
     if layer.scaling[name] != scale:
         raise ConfigError(
-            f"{path} scales its adapter by {layer.scaling[name]}, but its config by {scale}, as servers do: undo"
-            f" `set_scale`, or {_MERGED}"
+            f"{path} scales its adapter by {layer.scaling[name]}, but its config by {scale}, as vLLM does:"
+            f" undo `set_scale`, or {_MERGED}"
         )
 
 

@@ -510,7 +510,7 @@ class Publisher:
         return adapter
 
     def _trained(self, weights: Model) -> dict[str, torch.Tensor]:
-        """The tensors that a state holds. Of a model with adapters, these are not the tensors of a version."""
+        """The tensors that a state holds. Of a model that is published merged, a version has others."""
         if self._adapter:
             return dict(checkpoint_weights(lora.adapter_of(weights)))
         found = adapted(weights) if isinstance(weights, torch.nn.Module) else weights

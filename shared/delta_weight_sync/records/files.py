@@ -81,8 +81,8 @@ def sha256_together(hashes: Iterable[str]) -> str:
 class AnchorRef(Record):
     """A whole checkpoint: `config.json`, the tokenizer's files and the weights.
 
-    The weights are `model.safetensors`, or shards such as `model-00001-of-00004.safetensors` with an index. In
-    a run that publishes an adapter, the files are PEFT's: `adapter_config.json`, `adapter_model.safetensors`.
+    The weights are `model.safetensors`, or shards such as `model-00001-of-00004.safetensors` with an index.
+    In a run that publishes an adapter, the files are `adapter_config.json` and `adapter_model.safetensors`.
     """
 
     version: Count

@@ -1,19 +1,19 @@
 """A vLLM with `--enable-lora` that serves the versions of a run as adapters, side by side.
 
-Version 41 of run `policy` is the model `policy@41`, and `policy` is the newest version. A request that names
-`policy` is answered by the version that is newest when it comes, from its first token to its last; the answer's
-`model` says which one. vLLM's own calls load and remove adapters, between two steps, and nothing is written in place.
+Version 41 of run `policy` is the model `policy@41`, and `policy` is the newest version. A request for
+`policy` is answered by the version that is newest when it comes, from the first token to the last; `model` in
+the answer says which one. vLLM's own calls load and remove adapters, between two steps. Nothing is written in
+place, and each version has a path of its own, because vLLM finds cached prefixes by an adapter's name and path.
 
-Each version lies in a folder of its own, from which vLLM may load it again at any time: it forgets the adapters
-that were used least recently. So a folder may go only when no request can need it. Python knows when that is:
-every request refers to its adapter's `Version`.
-
-    worker   delta_weight_sync(op="fits", adapter=7) -> {"unplaced", "misfit"}   see `fits`
+vLLM forgets the adapter that was used least recently, and loads it again from its folder when a request needs
+it. So a folder must stay until no request can need it. Every request refers to its adapter's `Version`, so
+that is when Python drops this object.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -94,13 +94,21 @@ class AdapterEngine(Engine):
                 f"vLLM already has an adapter named {self._name!r}, as the run: drop it from --lora-modules",
                 RouteError.kind,
             )
+        # PEFT's names end in lora_A.weight, [rank, inputs], or lora_embedding_A, [rank, vocabulary].
+        ranks = [shape[0] for name, shape in shapes.items() if re.search(r"lora_(embedding_)?A(\.|$)", name)]
+        rank = max(ranks, default=0)
+        if rank > config.lora_config.max_lora_rank:
+            raise EngineError(
+                f"the adapter has rank {rank}, but vLLM takes {config.lora_config.max_lora_rank} at most:"
+                f" start vLLM with --max-lora-rank, at least {rank}",
+                RouteError.kind,
+            )
         held = str(config.lora_config.lora_dtype).removeprefix("torch.")
         for name in shapes:
             dtype = dtypes.get(name, "BF16")
             if held not in _HOLDS.get(dtype, ()):
                 raise EngineError(
-                    f"{name} is {dtype}, which vLLM would round to {held}: start vLLM with --lora-dtype"
-                    f" {_HOLDS[dtype][0] if dtype in _HOLDS else 'float32'}",
+                    f"{name} is {dtype}, which vLLM would round to {held}: start vLLM with another --dtype",
                     CodecError.kind,
                 )
         return ""
@@ -181,11 +189,11 @@ class AdapterEngine(Engine):
         self._unused.append((number, folder))
 
     async def _forget(self, unused: list[tuple[int, Path]]) -> None:
-        """Unload versions that no request needed before vLLM loaded another. vLLM handles calls in order, so it
-        has stopped the requests that a client gave up."""
+        """Unload versions that no request needed before vLLM loaded another. vLLM handles calls in order, so
+        by now it has stopped requests that clients gave up."""
         for number, folder in unused:
             await self._client.remove_lora(number)
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _room(self) -> int:
         """How many versions are served by their names: those that vLLM keeps in memory."""
@@ -193,8 +201,8 @@ class AdapterEngine(Engine):
         return max(1, int(self._client.vllm_config.lora_config.max_cpu_loras) - len(others))
 
     def _require_fit(self, name: str, answers: list[dict[str, Any]]) -> None:
-        """Raise `EngineError` unless each layer of an adapter found its place, of the right shape. With pipeline
-        parallelism, each worker has a part of the layers."""
+        """Raise `EngineError` unless each layer of an adapter found its place, of the right shape. With
+        pipeline parallelism, each worker has a part of the layers."""
         nowhere = set.intersection(*(set(answer["unplaced"]) for answer in answers))
         misfits = [answer["misfit"] for answer in answers if answer["misfit"]]
         if nowhere:
@@ -206,12 +214,14 @@ class AdapterEngine(Engine):
 
 
 def fits(worker: Any, adapter: int) -> dict[str, Any]:
-    """Compare an adapter that a worker has loaded with the worker's layers, because vLLM accepts an adapter of a
-    smaller model, and drops layers that it does not find.
+    """Compare an adapter that a worker has loaded with the worker's layers.
+
+    vLLM accepts an adapter of a smaller model, and drops layers that it does not find. The plugin's method of
+    a worker calls this function for `op="fits"`.
 
     Returns:
-        "unplaced": the adapter's layers that this worker has not. "misfit": says which layer has another shape;
-        "" if none has.
+        "unplaced": the adapter's layers that this worker has not. "misfit": says which layer has another
+        shape; "" if none has.
     """
     manager = worker.model_runner.lora_manager._adapter_manager
     unplaced = []
@@ -238,7 +248,7 @@ def fits(worker: Any, adapter: int) -> dict[str, Any]:
 
 
 def _sizes(module: Any) -> tuple[int, list[int]]:
-    """The number of inputs of one of vLLM's layers, and of outputs of each of its parts, on all workers together."""
+    """The number of inputs of one of vLLM's layers, and of outputs of each of its parts, of all ranks."""
     layer = module.base_layer
     if isinstance(module, LogitsProcessorWithLoRA):
         return int(module.hidden_size), [int(layer.vocab_size)]
@@ -251,5 +261,6 @@ def _sizes(module: Any) -> tuple[int, list[int]]:
     if isinstance(layer, LinearBase):
         return int(layer.input_size), [int(n) for n in getattr(layer, "output_sizes", [layer.output_size])]
     raise RouteError(
-        f"vLLM holds a layer of the adapter as {type(layer).__name__}, which is not compared: train linear layers only"
+        f"vLLM has a {type(layer).__name__} where the adapter has a layer, and nothing compares the two:"
+        " adapt linear layers only"
     )

@@ -364,18 +364,13 @@ class Follower:
         self._serve(manifest, fetch_s, *times, joined=True)
 
     def _require_kind(self, manifest: Manifest) -> None:
-        """Raise `EngineError` if vLLM was not started for runs that publish what this run publishes."""
-        if manifest.anchor.is_adapter and not self._engine.adapters:
-            raise errors.EngineError(
-                f"run {manifest.run!r} publishes an adapter: start {self._engine.what} with --enable-lora, and"
-                " with the base of the adapter as model",
-                errors.CodecError.kind,
-            )
-        if self._engine.adapters and not manifest.anchor.is_adapter:
-            raise errors.EngineError(
-                f"run {manifest.run!r} publishes whole weights: start {self._engine.what} without --enable-lora",
-                errors.CodecError.kind,
-            )
+        """Raise `EngineError` if vLLM was not started for what this run publishes."""
+        if manifest.anchor.is_adapter == self._engine.adapters:
+            return
+        what = "whole weights: start vLLM without --enable-lora"
+        if manifest.anchor.is_adapter:
+            what = "an adapter: start vLLM 0.32 or newer with the adapter's base as model, and --enable-lora"
+        raise errors.EngineError(f"run {manifest.run!r} publishes {what}", errors.CodecError.kind)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, tensors: _Tensors) -> None:
         """Start or restart vLLM if this version needs that; let vLLM learn the places of the tensors.
