@@ -79,7 +79,7 @@ def sync(results: Results) -> str:
 
 
 def lora(results: Results) -> str:
-    """Bytes of a sync of a LoRA run: merged, and as the adapter that this project does not publish."""
+    """Bytes of a sync of a LoRA run: merged, and as an adapter."""
     head = [
         "weights",
         "rate",

@@ -251,7 +251,7 @@ def test_an_adapter_of_another_base_is_refused_until_the_run_has_one_that_fits(p
     bucket.mkdir()
     run = f"{bucket.as_uri()}#other"
     config = Qwen3Config.from_pretrained(place / "base")
-    smaller = {"hidden_size": 32}, "has 64 inputs and .* outputs, but the adapter"
+    smaller = {"hidden_size": 32}, "has 128 inputs and .64. outputs, but the adapter .128. and .32."
     deeper = {"num_hidden_layers": 4}, "model.layers.2..*: vLLM applies no adapter to it"
     (tmp_path / "replica").mkdir()
     with served(place / "base", run, tmp_path / "replica", **OPTIONS) as replica:

@@ -2,8 +2,8 @@
 
 Version 41 of run `policy` is the model `policy@41`, and `policy` is the newest version. A request for
 `policy` is answered by the version that is newest when it comes, from the first token to the last; `model` in
-the answer says which one. vLLM's own calls load and remove adapters, between two steps. Nothing is written in
-place, and each version has a path of its own, because vLLM finds cached prefixes by an adapter's name and path.
+the answer says which one. vLLM's own calls load and remove adapters between two steps. Each version has its
+own path, because vLLM finds cached prefixes by an adapter's name and path.
 
 vLLM forgets the adapter that was used least recently, and loads it again from its folder when a request needs
 it. So a folder must stay until no request can need it. Every request refers to its adapter's `Version`, so
