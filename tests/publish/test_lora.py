@@ -12,9 +12,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from delta_weight_sync import ConfigError, Publisher, Run, follow
 from delta_weight_sync.reader import open_run
+from tests import forked
 from tests.support.models import SIZE, build, same_bits
 
 HIDDEN = SIZE["hidden_size"]
@@ -252,3 +255,41 @@ def test_a_run_keeps_its_kind_and_the_meaning_of_its_tensors(url, tmp_path):
         publisher.publish(build("llama"))
     with pytest.raises(ConfigError, match=r"hold whole weights: .* or leave out adapter=True"):
         Publisher(whole, adapter=True)
+
+
+def shared(rank: int, folder: Path, layout: str) -> None:
+    """Publish a model that every rank holds, whole or sharded; the main rank compares."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = adapt(autocast=False, target_modules=["q_proj", "down_proj", "embed_tokens"])
+    move(model, 1)
+    if layout == "fsdp":
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    url = f"{(folder / 'bucket').as_uri()}#lora"
+    with Publisher(url, adapter=True) as publisher:
+        publisher.publish(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.01
+        publisher.publish(model)
+        publisher.flush()
+    wanted = {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        for name, tensor in saved(model).items()
+    }
+    if rank == 0:
+        Run(url).checkout(folder / "out")
+        found = load_file(folder / "out" / "adapter_model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(same_bits(wanted[name], found[name]) for name in wanted)
+        loaded = PeftModel.from_pretrained(build("llama"), folder / "out")
+        assert saved(loaded).keys() == wanted.keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["copies", "fsdp"])
+def test_several_ranks_publish_one_file(layout, tmp_path):
+    assert forked.ranks(shared, 2, tmp_path, layout) == [0, 0]
