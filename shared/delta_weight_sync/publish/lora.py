@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,12 +91,9 @@ def adapter_of(model: Any) -> Adapter:
     """
     if isinstance(model, Adapter):
         return model
-    from peft import PeftModel  # the user has it: the model is PEFT's
-    from peft.tuners.lora import LoraLayer
-    from peft.utils import get_peft_model_state_dict
-
     inner = unwrapped(model)
-    if not isinstance(inner, PeftModel):
+    peft = sys.modules.get("peft")  # where PEFT was not imported, no model is PEFT's
+    if peft is None or not isinstance(inner, peft.PeftModel):
         raise ConfigError(
             f"with adapter=True, publish the PeftModel, as in `publish(model)`, not a {type(inner).__name__}"
         )
@@ -117,9 +115,11 @@ def adapter_of(model: Any) -> Adapter:
                 f"{plain_name(key)} is trained, but is no part of adapter {name!r}: freeze it, or {_MERGED}"
             )
     for path, layer in inner.named_modules():
-        if isinstance(layer, LoraLayer) and name in layer.scaling:
+        if isinstance(layer, peft.tuners.lora.LoraLayer) and name in layer.scaling:
             _require_scale(plain_name(path), name, layer, config)
-    found = get_peft_model_state_dict(inner, state_dict=own, adapter_name=name, save_embedding_layers=False)
+    found = peft.get_peft_model_state_dict(
+        inner, state_dict=own, adapter_name=name, save_embedding_layers=False
+    )
     for key in found:
         if not key.endswith(_TENSORS):
             raise ConfigError(f"adapter {name!r} has {plain_name(key)}, which vLLM does not serve: {_MERGED}")

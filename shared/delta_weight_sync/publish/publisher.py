@@ -215,7 +215,8 @@ class Publisher:
         """
         self._require_open()
         with self._peers.fail_together():
-            weights = self._taken(weights)
+            if self._peers.main or not self._adapter:
+                weights = self._taken(weights)
             step = arguments.whole_step(step, 0)
         plan = self._planned(weights)
         with self._peers.fail_together():
