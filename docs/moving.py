@@ -1,5 +1,7 @@
 """Films the replica in a browser: `python -m docs.moving` writes docs/watch.webp, which opens the README.
 
+With `--card`, it also writes the picture that sites show for a link to the page (web/card.png).
+
 The policy plays one word with the weights of several versions of the recorded run. Only the last solves it.
 """
 
@@ -27,6 +29,16 @@ DRAWN = 13  # the number that the page draws in place of a random one: it choose
 SIZE = {"width": 900, "height": 850}
 WIDTH = 720
 LIMIT = 200_000  # bytes
+CARD = {"width": 1200, "height": 630}  # what sites that show links ask for
+CARD_STYLE = """
+  body { max-width: none; padding: 48px 52px; height: 630px; overflow: hidden; display: grid;
+    column-gap: 44px; grid-template-columns: 1fr 430px; grid-template-rows: auto 1fr }
+  main { display: contents } header { grid-column: 1 } #version { grid-column: 1; align-self: start }
+  main > .card:nth-of-type(2) { grid-column: 2; grid-row: 1 / span 2; margin: 0 }
+  main > .card:nth-of-type(n + 3), footer, details, .keys, .buttons, .scrub { display: none }
+  .boards figure:first-child { display: none }
+  h1 { font-size: 54px } .lead { font-size: 22px } .boards { grid-template-columns: 1fr; max-width: 300px }
+"""
 # of a frame in which nothing moves, and of the last one
 LONGEST_MS = 700
 LAST_MS = 3000
@@ -86,9 +98,11 @@ def main() -> None:
     """Serve web/, film it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "watch.webp")
-    out = parser.parse_args().out
+    parser.add_argument("--card", type=Path, metavar="PNG")
+    arguments = parser.parse_args()
+    out = arguments.out
     with chromium() as browser, _served(ROOT / "web") as url:
-        page = browser.new_page(viewport=SIZE, color_scheme="light")
+        page = browser.new_page(viewport=SIZE, color_scheme="light", bypass_csp=True)
         page.add_init_script(f"crypto.getRandomValues = (numbers) => numbers.fill({DRAWN})")
         page.goto(url)
         for control in ("#watch", "#slider"):
@@ -101,6 +115,11 @@ def main() -> None:
                 page.click("#watch")
             film.until("#says", f"Version {version} ")
         film.save(out)
+        if arguments.card:
+            page.set_viewport_size(CARD)
+            page.add_style_tag(content=CARD_STYLE)
+            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+            picture.quantize(128).save(arguments.card, optimize=True)
     print(f"{out}: {len(film.frames)} frames, {sum(film.shown_ms) / 1000:.0f} s, {out.stat().st_size} bytes")
 
 

@@ -40,13 +40,14 @@ _HISTOGRAM_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 # Paths that need no key: the page, its games, and what can only be read. All other paths need the key, so a
 # new route is closed until you add it here.
-OPEN = r"/|/(health|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json)|/(page|play)(/.*)?"
+OPEN = r"/|/(health|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json|agents\.md)"
+OPEN += r"|/(page|play)(/.*)?"
 ROUTES = (
     Route(OPEN, method=None, max_body=MAX_BODY_BYTES),
     Route(".*", method=None, keyed=True, max_body=MAX_BODY_BYTES),
 )
 
-SETUP = Setup("environment", then="game", needs=Path(__file__).with_name("setup.toml"))
+SETUP = Setup(Settings, "environment", then="game", needs=Path(__file__).with_name("setup.toml"))
 
 _log = logging.getLogger("wordle")
 
@@ -206,6 +207,10 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
     @app.get("/", response_class=FileResponse, include_in_schema=False)
     async def home() -> FileResponse:
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
+
+    @app.get("/agents.md", response_class=FileResponse, include_in_schema=False)
+    async def agents() -> FileResponse:
+        return FileResponse(PAGE.with_name("agents.md"), media_type="text/plain")
 
     @app.get("/words")
     async def list_words() -> Words:

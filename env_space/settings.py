@@ -1,11 +1,12 @@
 """The settings of the Wordle Space."""
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from space_guard.setup import HeaderText, Problems, SpaceSettings
+from space_guard.setup import HeaderText, Problems, SpaceSettings, space_owner
 
 _BOOL = TypeAdapter(bool)  # reads a text as the fields of settings do: "true", "1", "yes" and others are true
 
@@ -37,6 +38,16 @@ class Settings(SpaceSettings):
         with suppress(ValidationError):  # another message says that the value is wrong
             opened = _BOOL.validate_python(environ.get("WORDLE_OPEN", opened))
         return {"WORDLE_KEY": "not set"} if "SPACE_ID" in environ and not opened else {}
+
+    @classmethod
+    def notes(cls, environ: Mapping[str, str]) -> Problems:
+        owner = space_owner(environ)
+        url = environ.get("WORDLE_REPLICA_URL", "")
+        host = re.match("https://([^/]+)[.]hf[.]space", url.lower())
+        if not owner or not host or host[1].startswith(f"{owner.lower()}-"):
+            return {}
+        kept = "to show games of this one, set WORDLE_REPLICA_KEY to the key that its owner gave you"
+        return {"WORDLE_REPLICA_URL": f"It is not a replica of {owner}: set your own, or delete it; {kept}."}
 
     @property
     def required_key(self) -> str:

@@ -19,7 +19,7 @@ def main() -> None:
     """
     from delta_weight_sync.errors import DeltaWeightSyncError
     from inference_space.public_port import create_app, listen
-    from inference_space.settings import SETUP, Settings
+    from inference_space.settings import SETUP, Settings, look_at_bucket
     from space_guard.setup import SettingsError
 
     os.umask(0o077)  # files, and the sockets of vLLM's engine in /tmp, are for this user alone
@@ -32,7 +32,8 @@ def main() -> None:
         if "SPACE_ID" not in os.environ or isinstance(error, DeltaWeightSyncError):
             sys.exit(f"replica: {error}")
         log.error("replica: %s", SETUP.sentence(error.problems))
-        return listen(SETUP.app(error.problems), *Settings.listen_address(os.environ))
+        setup = SETUP.app(error.problems, lambda: look_at_bucket(os.environ))
+        return listen(setup, *Settings.listen_address(os.environ))
     return listen(app, settings.host, settings.port)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,6 +40,7 @@ ROUTES = (
     # Hub, and pokes use this quota. So a poke needs the key, too.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)"),
+    Route("/(badge[.]svg|agents[.]md)"),
     # Only the routes of Gradio that the page needs. The owner's buttons also call run/predict, which needs no
     # key here: the dashboard itself checks that the key or the login is the owner's.
     Route(f"/(assets|static){_FILE}"),
@@ -103,6 +104,11 @@ def create_app(settings: Settings) -> FastAPI:
     async def status(after: int = -1) -> ReplicaReport:
         """Version, digest and state, and the commits of versions newer than `after`."""
         return follower.report(after)
+
+    @app.get("/agents.md")
+    async def agents() -> FileResponse:
+        """How a program uses this Space, as the Hub describes Gradio Spaces to coding agents."""
+        return FileResponse(Path(__file__).with_name("agents.md"), media_type="text/plain")
 
     @app.post("/delta_weight_sync/poke")
     async def poke() -> None:

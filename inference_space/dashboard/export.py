@@ -24,10 +24,11 @@ from delta_weight_sync.util import size_text
 from inference_space.dashboard import views
 from inference_space.dashboard.data import Library, RunView, newest_run
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
-from inference_space.dashboard.page import body, render
+from inference_space.dashboard.page import badge_of, body, render
 from inference_space.dashboard.state import Progress, RunState, moments
 
 WEB = Path(__file__).parents[2] / "web"
+_CARD = "card.png"  # the picture of links to the page
 _PAGES = 8  # pages of the view Bucket that are exported
 MAX_COPY = 100_000_000  # bytes; a larger run is not copied for the replica in a browser
 
@@ -53,12 +54,25 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     title = f"Delta Weight Sync: {info.run}"
     folder.mkdir(parents=True, exist_ok=True)
     watch = WEB.is_dir() and _write_replica(bucket, info.run, folder / "watch")
-    options = {"styles": Markup(styles()), "page": render(view), "watch": watch}
+    card = WEB.joinpath(_CARD).is_file()
+    if card:
+        shutil.copyfile(WEB / _CARD, folder / _CARD)
+    (folder / "badge.svg").write_text(badge_of(view))
+    options = {"styles": Markup(styles()), "page": render(view), "watch": watch, "card": card}
+    options["about"] = _about(newest, info.model)
     (folder / "data.js").write_text(f"window.DWS = {json.dumps(_data(library, frames, info))};\n")
     (folder / "dashboard.js").write_text((STATIC / "exported.js").read_text() + scripts())
     (folder / "README.md").write_text((STATIC / "space.md").read_text().format(title=title, run=info.run))
     (folder / "index.html").write_text(render_template("export.html", title=title, **options))
     return folder / "index.html"
+
+
+def _about(newest: Progress, model: str | None) -> str:
+    """One sentence for sites that show links to the page."""
+    each = f", {size_text(round(newest.sync_bytes))} each" if newest.sync_bytes else ""
+    of = f" of {model}" if model else ""
+    whole = size_text(newest.full_bytes)
+    return f"{newest.version + 1} versions{of} in RL training{each}; the whole model has {whole}"
 
 
 def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:

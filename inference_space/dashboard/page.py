@@ -29,8 +29,10 @@ from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from delta_weight_sync import badge
 from delta_weight_sync.errors import BucketError, DeltaWeightSyncError
 from delta_weight_sync.store import Bucket
+from delta_weight_sync.util import Guard
 from inference_space.dashboard import data, views
 from inference_space.dashboard.calls import check_calls
 from inference_space.dashboard.charts import charts, metric_charts, timeline
@@ -301,9 +303,26 @@ def mount(
     return mounted
 
 
+def badge_of(view: data.RunView) -> str:
+    """The badge of a run: the newest version that a replica serves with the published digest; without such a
+    replica, the newest version, not verified."""
+    run = view.progress
+    name = view.run or "Delta Weight Sync"
+    if run is None:
+        return badge.draw(name, "not readable" if view.problem else "no version yet", "unknown")
+    served = [(run.matches(replica.status), replica.status.version) for replica in run.replicas]
+    proven = [version for matches, version in served if matches and version is not None]
+    wrong = [version for matches, version in served if matches is False and version is not None]
+    if wrong:
+        return badge.of_version(name, max(wrong), "bad")
+    return badge.of_version(name, max(proven, default=run.version), "good" if proven else "unknown")
+
+
 def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None:
-    """Add the routes `GET /dashboard/...`. They report errors as text: 429 for the rate limit, else 404."""
+    """Add the routes `GET /dashboard/...`, and the badge. The former report errors as text: 429 for the rate
+    limit, else 404."""
     routes = APIRouter(prefix="/dashboard", default_response_class=HTMLResponse)
+    guard = Guard("the badge")
 
     @lru_cache(maxsize=FRAMES)
     def past(run: Progress) -> Markup:
@@ -339,6 +358,15 @@ def add_views(app: FastAPI, cache: data.RunCache, library: data.Library) -> None
         found = library.download(key)
         # `found` deletes its file when it is freed; the task keeps `found` until the file is sent.
         return FileResponse(found.path, filename=found.path.name, background=BackgroundTask(id, found))
+
+    @app.get("/badge.svg")
+    def badge_picture() -> Response:
+        """A picture for pages elsewhere, such as model cards. It says so if something fails."""
+        picture = badge.draw("Delta Weight Sync", "not readable", "unknown")
+        with guard:
+            picture = badge_of(cache.view())
+        headers = {"cache-control": "public, max-age=60"}
+        return Response(picture, media_type="image/svg+xml", headers=headers)
 
     def sentence(_: Request, fault: Exception) -> PlainTextResponse:
         return PlainTextResponse(str(fault), 429 if isinstance(fault, data.RateLimitError) else 404)

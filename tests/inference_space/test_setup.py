@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 from uuid import uuid4
 
 import httpx
@@ -22,9 +23,9 @@ from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store.notifications import Notifications
 from inference_space.app import main
 from inference_space.public_port import SpaceFollower
-from inference_space.settings import SETUP, Settings
+from inference_space.settings import SETUP, Settings, look_at_bucket
 from inference_space.vllm_server import VllmServer
-from space_guard.setup import Problems, SettingsError
+from space_guard.setup import Found, Problems, SettingsError
 from tests.env_space.service import ROOT, Space
 from tests.support.buckets import CountedBucket
 from tests.support.serving import serving
@@ -83,6 +84,83 @@ def test_each_variable_that_cannot_be_used_is_named_and_no_value_of_a_secret_is_
     assert list(problems) == [name]
     assert said in problems[name]
     assert "geheimnis" not in SETUP.page(problems) + SETUP.sentence(problems)
+
+
+PUBLIC = "ed25519_public_" + "ab" * 32
+
+
+def classes_of(page: str) -> dict[str, str]:
+    """The class of each item of the page, by the name of its variable or secret."""
+    return {name: kind for kind, name in re.findall(r'<li class="(\w+)"><h2><code>(\w+)</code>', page)}
+
+
+def test_the_page_of_a_duplicate_names_at_once_all_that_is_missing_wrong_or_foreign(monkeypatch):
+    """The variables came with the duplicate, on another account and on hardware without a GPU."""
+    environ = {
+        "SPACE_ID": "me/copy",
+        "ACCELERATOR": "none",
+        "REPLICA_BUCKET": "hf://buckets/team/wordle",
+        "REPLICA_NAME": "<b>first</b>",
+        "REPLICA_POLL_S": "often",
+        "REPLICA_VLLM_ARGS": "--api-key geheimnis",
+        "REPLICA_BUKCET": "geheimnis",
+        PUBLIC_KEY: PUBLIC,
+        SIGNING_KEY: "ed25519_secret_geheimnis",
+        "HF_TOKEN": "hf_geheimnis",
+    }
+    monkeypatch.setattr("delta_weight_sync.gpu_build.is_installed", lambda: True)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    page = SETUP.page(find_problems(environ))
+    bad = ["REPLICA_RUN", "REPLICA_KEY", "REPLICA_POLL_S", "REPLICA_BUKCET", SIGNING_KEY, "hardware"]
+    fine = ["HF_TOKEN", "REPLICA_NAME", "REPLICA_VLLM_ARGS"]
+    assert classes_of(page) == (
+        dict.fromkeys(bad, "missing")
+        | dict.fromkeys(["REPLICA_BUCKET", PUBLIC_KEY], "check")
+        | dict.fromkeys(fine, "fine")
+    )
+    assert "It belongs to team, not to me" in page
+    assert "such as l4x1 ($0.80 per hour)" in page
+    assert "cpu-basic, it costs nothing" in page
+    for shown in ("hf://buckets/team/wordle", PUBLIC, "&lt;b&gt;first&lt;/b&gt;"):
+        assert f"<code>{shown}</code>" in page, "the values of variables"
+    for link in ("me/copy/settings", "me/copy?duplicate=true"):
+        assert f'href="https://huggingface.co/spaces/{link}"' in page
+    assert "geheimnis" not in page
+
+
+def test_what_is_the_owners_is_not_foreign_and_a_gpu_has_its_price(monkeypatch):
+    own = SET_UP | {"ACCELERATOR": "l4x1", PUBLIC_KEY: PUBLIC}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    page = SETUP.page({"REPLICA_KEY": "not set"})
+    assert set(classes_of(page).values()) == {"missing", "fine"}
+    assert "it costs $0.80 per hour (l4x1)" in page
+    assert "a paused Space costs nothing" in page
+
+
+def test_a_look_that_takes_long_does_not_keep_the_page(monkeypatch):
+    monkeypatch.setattr("space_guard.setup._LOOK_S", 0.01)
+    gate = Event()
+
+    def look() -> Found:
+        gate.wait(PATIENCE_S)
+        return Found({"HF_TOKEN": "not readable"})
+
+    with TestClient(SETUP.app({"REPLICA_KEY": "not set"}, look)) as client:
+        assert set(classes_of(client.get("/").text).values()) == {"missing", "fine"}
+        assert classes_of(client.get("/").text)["HF_TOKEN"] == "fine"
+        gate.set()
+        soon(lambda: classes_of(client.get("/").text)["HF_TOKEN"] == "missing")
+
+
+def test_a_look_that_fails_does_not_hide_what_is_known(caplog):
+    def look() -> Found:
+        raise OSError("no network")
+
+    with TestClient(SETUP.app({"REPLICA_KEY": "not set"}, look)) as client:
+        assert classes_of(client.get("/").text)["REPLICA_KEY"] == "missing"
+    assert "no network" in caplog.text
 
 
 def test_a_set_up_space_starts():
@@ -182,6 +260,56 @@ def test_why_the_bucket_cannot_be_read(wordle, monkeypatch, tmp_path, caplog, to
     assert caplog.text.count(said) == 1, "said once, however often it is tried"
     if token:
         assert token not in status.error
+
+
+@pytest.mark.parametrize(
+    ("token", "run", "expected"),
+    [
+        ("", "first", Found({"HF_TOKEN": "HF_TOKEN is not set"})),
+        ("hf_typo", "first", Found({"HF_TOKEN": "the token is wrong or expired"})),
+        ("hf_read", "first", Found({}, {"REPLICA_RUN": "The bucket holds no run."})),
+        ("hf_read", "", Found({}, {"REPLICA_RUN": "The bucket holds no run."})),
+    ],
+)
+def test_the_page_looks_at_the_bucket_before_the_space_is_set_up(wordle, monkeypatch, token, run, expected):
+    monkeypatch.setenv("HF_TOKEN", token)
+    found = look_at_bucket({"REPLICA_BUCKET": "hf://buckets/team/wordle", "REPLICA_RUN": run})
+    assert (found.problems.keys(), found.notes.keys()) == (expected.problems.keys(), expected.notes.keys())
+    for said, wanted in zip(found, expected, strict=True):
+        assert all(wanted[name] in said[name] for name in wanted)
+
+
+@pytest.mark.full
+def test_in_one_visit_a_duplicate_becomes_the_dashboard(wordle, monkeypatch, tmp_path, page):
+    """The platform starts the process again for each changed setting; nobody reloads the page."""
+    monkeypatch.setenv("HF_TOKEN", "hf_read")
+    copied = {"SPACE_ID": "team/copy", "REPLICA_BUCKET": "hf://buckets/team/wordle"}
+    copied |= {"REPLICA_FOLDER": str(tmp_path / "folder"), "REPLICA_RUN": "../first"}
+    running = Space(tmp_path / "log", app="inference_space", **copied)
+    url = running.url
+    set_later = [{}, {"REPLICA_RUN": "first"}, {"REPLICA_KEY": SET_UP["REPLICA_KEY"]}]
+    names = [{"REPLICA_RUN", "REPLICA_KEY"}, {"REPLICA_KEY"}]
+    try:
+        for number, more in enumerate(set_later):
+            copied |= more
+            if number:
+                running.stop()
+                running = Space(
+                    tmp_path / "log",
+                    app="inference_space",
+                    **copied,
+                    REPLICA_PORT=url.rpartition(":")[2],
+                )
+            else:
+                running.wait()
+                page.goto(url)
+            if number < len(names):
+                expect(page.locator("li.missing")).to_have_count(len(names[number]))
+                assert {*page.locator("li.missing code").all_text_contents()} == names[number]
+        expect(page.locator("#dws-live h1")).to_contain_text("Waiting for a trainer")
+        page.goto("about:blank")
+    finally:
+        running.stop()
 
 
 @pytest.mark.parametrize("token", ["hf_write", "hf_read", "hf_bucket_read"])

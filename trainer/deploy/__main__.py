@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, get_token
 
 from delta_weight_sync.cost import GPUS, HARDWARE, PRICES_READ_ON, PRICES_SOURCE
 from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
-from trainer.deploy import DeployError, hub, keys
+from trainer.deploy import DeployError, hub, keys, page
 from trainer.deploy.doctor import Setup, examine
 from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
 from trainer.deploy.plan import CHECKOUT, MARK, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, stage_page, write
@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--unsigned", action="store_true", help="let replicas serve versions without a signature")
     only = up.add_mutually_exclusive_group()
     only.add_argument("--dry-run", type=Path, metavar="DIR", help="only write to DIR what `up` would upload")
-    only.add_argument("--static", type=Path, metavar="FOLDER", help="only upload a page, to a static Space")
+    text = "only make a static Space: of a page in a folder, or of a run (URL of the bucket, #run)"
+    only.add_argument("--static", metavar="FOLDER|RUN", help=text)
     command("status", _status, "show state, version and cost of each Space")
     logs = command("logs", _logs, "show the log of a Space")
     logs.add_argument("space", help="env, replica-1, ...")
@@ -126,8 +127,13 @@ def _up_page(api: HfApi, arguments: Arguments) -> None:
     hub.Account(api).require_write(owner)
     spaces_of(api, owner, name)  # raises if the Space is not ours
     with tempfile.TemporaryDirectory() as staged:
+        source = Path(arguments.static)
+        if page.is_run(arguments.static):
+            source = Path(staged, "exported")
+            page.export(arguments.static, source)
         folder = Path(staged, plan.folder)
-        stage_page(arguments.static, folder)
+        stage_page(source, folder)
+        page.name_card(folder, f"{api.endpoint}/spaces/{plan.repo_id}")
         hub.put_space(api, plan, folder, {})
     url = hub.read_space(api, plan.repo_id).url
     reach = ", which only accounts with access can open" if private else f", {url}"

@@ -98,7 +98,7 @@ def stage_page(folder: Path, out: Path) -> None:
     """
     readme = folder / "README.md"
     if not (folder / "index.html").is_file():
-        fix = "name `web`, or a folder that `python -m inference_space.dashboard --export` wrote"
+        fix = "name `web`, a run, or a folder that `python -m inference_space.dashboard --export` wrote"
         raise DeployError(f"--static {folder} has no index.html: {fix}")
     if readme.exists() and "sdk: static" not in readme.read_text(errors="replace"):
         raise DeployError(f"{readme} lacks `sdk: static`: write it between two lines of ---")

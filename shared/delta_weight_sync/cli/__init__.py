@@ -24,6 +24,7 @@ COMMANDS = {
     "watch": "print the log of a run, or export it to wandb, trackio or TensorBoard, and follow it",
     "wait": "wait until replicas serve a version",
     "push": "write one version to the Hub as an ordinary model repository",
+    "badge": "print a badge of a run for a model card: SVG with a version, and whether it is verified",
     "evaluate": "score versions with a command, and write the scores into the run's log",
     "serve": "serve the newest version by vLLM or transformers, and follow the run",
     "follow": "keep an ordinary Hugging Face checkpoint at the newest version, for any engine",
@@ -43,6 +44,7 @@ _MODULES: Final = {  # of the commands that are not in `commands`
     "wait": "working_set",
     "evaluate": "working_set",
     "push": "working_set",
+    "badge": "working_set",
 }
 _END_S: Final = 4.5  # seconds from a signal to the end, with a margin: users rely on 5 seconds
 # Only `follow` has a handler for SIGTERM. The other commands end immediately.

@@ -1,4 +1,4 @@
-"""The commands tag, diff, wait, evaluate and push: versions by name, compared, served, judged and shared."""
+"""Commands for versions: name them, compare them, wait for them, judge them and share them."""
 
 import argparse
 import inspect
@@ -13,6 +13,7 @@ from contextlib import closing
 from tempfile import TemporaryFile
 from typing import Any, Final
 
+from delta_weight_sync import badge
 from delta_weight_sync.cli.parts import URLS, add_run, opened, print_rows, version_or_tag
 from delta_weight_sync.cli.shell import PLACES, ended_by_signals, run_in_shell
 from delta_weight_sync.differences import differences
@@ -53,6 +54,10 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         add("--version", type=version_or_tag, metavar="VERSION", help=text)
         add("--to", required=True, metavar="OWNER/NAME", help="the model repository, created if missing")
         add("--public", action="store_true", help="make a new repository public (default: private)")
+    elif name == "badge":
+        text = "number or tag of the version (default: the newest)"
+        add("--version", type=version_or_tag, metavar="VERSION", help=text)
+        add("--no-rebuild", action="store_true", help="fetch no weights; the badge says: not verified")
     elif name == "evaluate":
         text = "evaluate each version whose number N divides (default: 50)"
         add("--every", type=_positive, default=50, metavar="N", help=text)
@@ -188,6 +193,24 @@ def _push(arguments: argparse.Namespace) -> None:
     print(f"version {manifest.version} (digest {manifest.digest}) is in {arguments.to}: {printable(url)}")
 
 
+def _badge(arguments: argparse.Namespace) -> None:
+    """The version is rebuilt from the bucket, so that the badge says "verified" only if the weights have the
+    published digest. If they do not, the command fails and prints no badge. A badge says "signed" if this
+    machine trusts a key that signed the version.
+
+      delta-weight-sync badge RUN > badge.svg
+    """
+    reader = opened(arguments)
+    manifest = reader.manifest(arguments.version)
+    verdict: badge.Verdict = "unknown"
+    if not arguments.no_rebuild:
+        with Scratch() as folder:
+            reader.checkout(manifest, folder)
+        verdict = "good"
+    signed = bool(reader.public_keys and manifest.signature)
+    print(badge.of_version(reader.keys.run, manifest.version, verdict, signed=signed), end="")
+
+
 def _evaluate(arguments: argparse.Namespace) -> None:
     """COMMAND runs in a shell for each version that is due, oldest first, and for later ones as they come.
     {path} becomes a folder with the version as an ordinary checkpoint, {version} its number, and {digest} its
@@ -251,4 +274,4 @@ def _complain(sentence: str) -> None:
     print(f"delta-weight-sync evaluate: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
-_COMMANDS: Final = {run.__name__[1:]: run for run in (_tag, _diff, _wait, _evaluate, _push)}
+_COMMANDS: Final = {run.__name__[1:]: run for run in (_tag, _diff, _wait, _evaluate, _push, _badge)}

@@ -1,0 +1,47 @@
+"""A badge of a run, as SVG for model cards: its name, a version, and whether that version was verified."""
+
+from html import escape
+from typing import Final, Literal
+
+from delta_weight_sync.errors import printable
+
+Verdict = Literal["good", "bad", "unknown"]
+VERIFIED: Final = "verified"
+NOT_VERIFIED: Final = "not verified"
+_COLOURS: Final[dict[Verdict, str]] = {"good": "#1d7a46", "bad": "#b3261e", "unknown": "#5f6570"}
+_LONGEST: Final = 64  # characters of each half
+_LETTER: Final = 6.6  # width of a letter; `textLength` fits the text of any font into it
+_PAD: Final = 7
+
+
+def draw(name: str, text: str, verdict: Verdict) -> str:
+    """The badge, with `name` on the left and `text` on the right. Both may come from outside: they are
+    escaped, and cut to 64 characters."""
+    left = _half(name)
+    right = _half(text)
+    widths = [round(_LETTER * len(half)) for half in (left, right)]
+    first = widths[0] + 2 * _PAD
+    full = first + widths[1] + 2 * _PAD
+    texts = "".join(
+        f'<text x="{x}" y="14" textLength="{width}">{escape(half)}</text>'
+        for x, width, half in ((_PAD, widths[0], left), (first + _PAD, widths[1], right))
+    )
+    label = escape(f"{left}: {right}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{full}" height="20" role="img" aria-label="{label}">'
+        f'<title>{label}</title><clipPath id="r"><rect width="{full}" height="20" rx="3"/></clipPath>'
+        f'<g clip-path="url(#r)"><rect width="{first}" height="20" fill="#24292f"/>'
+        f'<rect x="{first}" width="{full - first}" height="20" fill="{_COLOURS[verdict]}"/></g>'
+        f'<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">{texts}</g></svg>\n'
+    )
+
+
+def of_version(run: str, version: int, verdict: Verdict, *, signed: bool = False) -> str:
+    """The badge of a version. `good`: its weights were rebuilt or served, and have the published digest."""
+    texts = {"good": VERIFIED, "bad": "digest differs", "unknown": NOT_VERIFIED}
+    return draw(run, f"v{version} · {texts[verdict]}{' · signed' * signed}", verdict)
+
+
+def _half(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -1,0 +1,46 @@
+"""A static Space from a run: its dashboard with the replica in a browser, and the picture of links to it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from trainer.deploy import DeployError
+
+CARD = "card.png"  # 1200 x 630 pixels; the meta tags of web/index.html and of exported pages name it
+_TAG = re.compile(rf'(<meta property="og:image" content=")[^"]*({CARD}")')
+
+
+def is_run(text: str) -> bool:
+    """Whether the value of `--static` is the URL of a run, and not a folder."""
+    return "://" in text
+
+
+def export(run: str, folder: Path) -> None:
+    """Write the dashboard of the run `<bucket>#<run>`, and the replica in a browser, to `folder`. The program
+    is another app, so it runs in its own process. Raises `DeployError` with its last line."""
+    bucket, _, name = run.partition("#")
+    named = ["--run", name] if name else []
+    command = [sys.executable, "-m", "inference_space.dashboard", "--bucket", bucket, *named]
+    done = subprocess.run([*command, "--export", str(folder)], stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise DeployError(f"--static {run}: {lines[-1]}")
+
+
+def name_card(folder: Path, repo_url: str) -> None:
+    """Let links to the static Space in `folder` show its card, if it has one. Sites that show links want an
+    absolute address. `repo_url` is the address of the Space's repository."""
+    card = f"{repo_url}/resolve/main/{CARD}"
+    if not (folder / CARD).is_file():
+        return
+    for page in (folder / "index.html", folder / "watch" / "index.html"):
+        if page.is_file():
+            text = page.read_text(encoding="utf-8")
+            page.write_text(_TAG.sub(lambda tag: f'{tag[1]}{card}"', text), encoding="utf-8")
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    if "\nthumbnail:" not in text:
+        readme.write_text(
+            text.replace("\nsdk: static", f"\nsdk: static\nthumbnail: {card}", 1), encoding="utf-8"
+        )
