@@ -9,14 +9,14 @@ Verdict = Literal["good", "bad", "unknown"]
 VERIFIED: Final = "verified"
 NOT_VERIFIED: Final = "not verified"
 _COLOURS: Final[dict[Verdict, str]] = {"good": "#1d7a46", "bad": "#b3261e", "unknown": "#5f6570"}
-_LONGEST: Final = 64  # characters of each half
+_LONGEST: Final = 80  # characters of each half
 _LETTER: Final = 6.6  # width of a letter; `textLength` fits the text of any font into it
 _PAD: Final = 7
 
 
 def draw(name: str, text: str, verdict: Verdict) -> str:
     """The badge, with `name` on the left and `text` on the right. Both may come from outside: they are
-    escaped, and cut to 64 characters."""
+    escaped, and cut to 80 characters."""
     left = _half(name)
     right = _half(text)
     widths = [round(_LETTER * len(half)) for half in (left, right)]

@@ -2,21 +2,26 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
+from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from delta_weight_sync import badge
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
 from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.reader import RunReader, open_run
 from delta_weight_sync.records import Head, Manifest, Writer, reference
+from delta_weight_sync.signing import SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command
 from tests.support.alive import Alive
@@ -43,6 +48,40 @@ def test_log_lists_every_version(finished):
         (4, "5", digests[4]),
         (3, "4", digests[3]),
     ]
+
+
+def test_a_badge_says_verified_only_of_what_was_rebuilt(finished):
+    url, _ = finished
+    done = command("badge", url)
+    assert (done.code, done.complaint) == (0, "")
+    assert ElementTree.fromstring(done.output).attrib["aria-label"] == "test: v4 · verified"
+    assert "test: v2 · not verified" in command("badge", url, "--version", 2, "--no-rebuild").output
+
+
+def test_a_badge_says_signed_if_a_trusted_key_signed(tmp_path, monkeypatch):
+    monkeypatch.setenv(SIGNING_KEY, new_pair()[SIGNING_KEY])
+    write_run((tmp_path / "bucket").as_uri(), tmp_path / "base", versions=1)
+    assert "v0 · verified · signed" in command("badge", (tmp_path / "bucket").as_uri()).output
+
+
+def test_there_is_no_badge_of_a_damaged_version(finished, tmp_path):
+    shutil.copytree(unquote(urlsplit(finished[0]).path), tmp_path / "bucket")
+    (weights,) = tmp_path.glob("bucket/runs/test/anchors/*/*.safetensors")
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    done = command("badge", (tmp_path / "bucket").as_uri())
+    assert (done.code, done.output) == (1, "")
+    assert weights.name in done.complaint
+
+
+def test_names_on_a_badge_are_text():
+    drawn = badge.draw("<script>&\"'\x1b", "x" * 999, "good")
+    root = ElementTree.fromstring(drawn)
+    left, right = root.iter("{http://www.w3.org/2000/svg}text")
+    assert left.text == "<script>&\"'\\x1b"
+    assert right.text == "x" * 79 + "…"
+    assert "<script" not in drawn
 
 
 def test_runs_lists_the_runs_of_a_bucket(finished):

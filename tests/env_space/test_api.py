@@ -1,5 +1,7 @@
 """The HTTP API as a trainer uses it, the refusals of wrong requests, and the settings of the Space."""
 
+import json
+import re
 from uuid import UUID, uuid4
 
 import httpx
@@ -209,6 +211,32 @@ def test_a_space_that_is_not_set_up_names_what_it_lacks():
         Settings.read(without_key | {"WORDLE_OPEN": "0"})
     for fine in (SET_UP, *(without_key | {"WORDLE_OPEN": said} for said in ("true", "1", "yes"))):
         create_app(Settings.read(fine))
+
+
+@pytest.mark.parametrize(
+    ("url", "foreign"),
+    [
+        ("https://team-wordle-replica-1.hf.space", True),
+        ("https://Me-wordle-replica-1.hf.space", False),
+        ("http://10.0.0.7:7860", False),
+    ],
+)
+def test_the_page_of_a_duplicate_names_the_replica_of_another_owner(monkeypatch, url, foreign):
+    for name, value in (SET_UP | {"WORDLE_REPLICA_URL": url, "WORDLE_REPLICA_KEY": "geheimnis"}).items():
+        monkeypatch.setenv(name, value)
+    page = SETUP.page({"WORDLE_KEY": "not set"})
+    assert ("It is not a replica of me" in page) == foreign
+    assert f"<code>{url}</code>" in page
+    assert "geheimnis" not in page
+
+
+def test_a_program_that_reads_agents_md_can_play():
+    with service() as client:
+        text = client.get("/agents.md").text
+        opening, guessing = (json.loads(found) for found in re.findall(r"POST /\S+ ({.+?})", text))
+        session = client.post("/sessions", json=opening).json()["session"]
+        assert client.post(f"/sessions/{session}/guess", json=guessing).json()["valid"]
+        assert client.delete(f"/sessions/{session}").json().keys() >= {"reward", "secret"}
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest import mock
+from xml.etree import ElementTree
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ from inference_space.dashboard import views
 from inference_space.dashboard.__main__ import main
 from inference_space.dashboard.data import RunView
 from inference_space.dashboard.export import export
-from inference_space.dashboard.page import Owner, first_paint, guarded, insert, render
+from inference_space.dashboard.page import Owner, badge_of, first_paint, guarded, insert, render
 from inference_space.dashboard.state import Progress
 from inference_space.dashboard.views import PAGE, OpenedDelta, inside
 from inference_space.settings import SETUP
@@ -33,6 +34,8 @@ from tests.inference_space.dashboard.test_state import progress
 from tests.support.browser import PATIENCE_S
 from tests.support.dashboard import KEY, RecordedControls, mounted
 from tests.support.records import commit, manifest_of, status, sync
+from tests.support.waiting import soon
+from tests.support.written_run import FULL, TOTAL, WrittenRun
 
 
 @pytest.fixture
@@ -139,6 +142,42 @@ def test_a_bucket_that_does_not_exist_is_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "said"), [("ftp://somewhere", "hf://buckets/<owner>/<name>"), ("", "holds no run yet")]
 )
+def badge(app: FastAPI) -> str:
+    (answer,) = ask(app, "/badge.svg")
+    assert answer.headers["content-type"].startswith("image/svg+xml")
+    ElementTree.fromstring(answer.text)
+    return answer.text
+
+
+def test_the_badge_says_which_version_a_replica_proved(tmp_path: Path) -> None:
+    bucket = open_bucket(f"file://{tmp_path}", create=True)
+    app = mounted(bucket)
+    soon(lambda: "no version yet" in badge(app))
+    run = WrittenRun(bucket)
+    run.publish(FULL, TOTAL)
+    run.log.flush()
+    soon(lambda: "v0 · not verified" in badge(app))
+    run.publish(40_000, 2_000)
+    run.commit("r", 1)
+    run.status("r", 1)
+    run.publish(40_000, 2_000)
+    run.log.flush()
+    soon(lambda: "wordle: v1 · verified" in badge(app))
+    run.commit("r", 2)
+    run.log.append(status("r", 2).model_copy(update={"digest": "0" * 16, "t": run.t}))
+    run.log.close()
+    soon(lambda: "v2 · digest differs" in badge(app))
+
+
+def test_a_badge_that_cannot_be_drawn_is_still_a_picture(app: FastAPI, monkeypatch) -> None:
+    def fail(view: RunView) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(page_module, "badge_of", fail)
+    assert "not readable" in badge(app)
+    assert ask(app, "/health")[0].json() == "well"
+
+
 def test_an_impossible_export_ends_with_one_sentence(tmp_path, monkeypatch, url: str, said: str) -> None:
     url = url or open_bucket(f"file://{tmp_path}/bucket", create=True).url
     monkeypatch.setattr("sys.argv", ["dashboard", "--bucket", url, "--export", f"{tmp_path}/site"])
@@ -228,7 +267,8 @@ VIEWS: dict[str, Callable[[], str]] = {
     "delta": lambda: views.opened(manifest_of(1, 0), delta(), served=True),
     "inside a delta": lambda: inside(delta()),
     "owner": refused,
-    "set-up": lambda: SETUP.page({ATTACK: ATTACK}),
+    "set-up": lambda: SETUP.page({ATTACK: ATTACK}).rpartition("<script>")[0],  # without its own script
+    "badge": lambda: badge_of(view(None)) + badge_of(view(run())),
 }
 
 
