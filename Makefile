@@ -66,6 +66,12 @@ docs: $(VENV)/.app $(VENV)/.docs
 	@echo "the documentation site is in build/site/index.html"
 endif
 
+# Writes the Spaces' folders and archives for a release into build/spaces: the same bytes each time.
+.PHONY: spaces
+spaces: $(VENV)/.app
+	rm -rf build/spaces
+	$(BIN)/python -m trainer.deploy.folders build/spaces
+
 clean:
 	rm -rf .venv .venv-test runs build *.egg-info
 

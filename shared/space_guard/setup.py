@@ -225,7 +225,9 @@ class Setup:
             items += f'<p class="note">{escape(notes[name])}</p>' if name in notes else ""
             items += f"<p>{escape(need['purpose'])}</p>" if need else ""
             wanted = need and not (ranks[name] == "fine" and os.environ.get(name))
-            items += f"<pre>{escape(need['example'])}</pre></li>" if wanted else "</li>"
+            items += (
+                f"<small>for example</small><pre>{escape(need['example'])}</pre></li>" if wanted else "</li>"
+            )
         return _PAGE.substitute(
             page=hashlib.sha256(items.encode()).hexdigest(),
             space=self.space,

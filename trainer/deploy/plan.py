@@ -121,9 +121,9 @@ def stage(app: App, out: Path) -> None:
 def files(app: App) -> dict[str, Path]:
     """Map each path in an app's Space, sorted, to a file of the checkout. Raises `DeployError` if a file of
     the app is missing, a link, or not tracked by git."""
-    if untracked := _git("--others", *_FILES[app]):
+    if untracked := git_files("--others", *_FILES[app]):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
-    listed = _git("--cached", "--error-unmatch", *_FILES[app])
+    listed = git_files("--cached", "--error-unmatch", *_FILES[app])
     found = {match[2] if (match := _AT_THE_ROOT.fullmatch(path)) else path: path for path in listed}
     for path in found.values():
         if (CHECKOUT / path).resolve() != CHECKOUT.resolve() / path or not (CHECKOUT / path).is_file():
@@ -132,7 +132,7 @@ def files(app: App) -> dict[str, Path]:
     return {name: CHECKOUT / path for name, path in sorted(found.items())}
 
 
-def _git(which: str, *patterns: str) -> list[str]:
+def git_files(which: str, *patterns: str) -> list[str]:
     """The files of the checkout that git tracks (`--cached`), or does not track (`--others`)."""
     command = ["git", "-C", str(CHECKOUT), "ls-files", "-z", "--exclude-standard", which, *patterns]
     try:

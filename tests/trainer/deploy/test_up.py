@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import httpx
@@ -9,9 +10,10 @@ import pytest
 from huggingface_hub.errors import BucketNotFoundError
 
 from delta_weight_sync.signing import PUBLIC_KEY
+from tests.support.published_run import write_run
 from tests.trainer.deploy.conftest import OWNER, READ, World
 from trainer.deploy import DeployError
-from trainer.deploy.plan import NO_KEY_YET, make_plan
+from trainer.deploy.plan import CHECKOUT, NO_KEY_YET, make_plan
 
 KIND = "ed25519_public_"
 
@@ -313,6 +315,26 @@ def test_a_page_becomes_a_static_space_that_shows_exactly_its_files(world: World
         world.up("--static", str(folder), "--public")
         assert visitor.get("/").text == "new"
         assert visitor.get("/src/page.js").status_code == 404
+
+
+def test_a_run_becomes_a_page_with_a_card_and_a_badge_in_one_step(world: World, api, tmp_path: Path):
+    url = (tmp_path / "bucket").as_uri()
+    write_run(url, tmp_path / "base", versions=2)
+    world.up("--static", f"{url}#test", "--public")
+    page = f"{OWNER}/{world.name}-page"
+    card = f"{world.hub.url}/spaces/{page}/resolve/main/card.png"
+    with httpx.Client(trust_env=False, base_url=api.space_info(page).host) as visitor:
+        for path in ("/", "/watch/index.html"):
+            named = re.findall('property="og:image" content="(.*?)"', visitor.get(path).text)
+            assert named == [card]
+        assert 'og:title" content="Delta Weight Sync: test"' in visitor.get("/").text
+        assert "test: v1" in visitor.get("/badge.svg").text
+    with httpx.Client(trust_env=False, follow_redirects=True) as site:
+        picture = site.get(card).content
+        readme = site.get(f"{world.hub.url}/spaces/{page}/resolve/main/README.md").text
+    assert picture == (CHECKOUT / "web" / "card.png").read_bytes()
+    assert f"thumbnail: {card}" in readme.split("---")[1]
+    assert "runs/other/run.json does not exist" in world.fails("up", "--static", f"{url}#other")
 
 
 def test_a_page_stands_beside_the_apps_and_goes_with_them(world: World, api, folder: Path):
