@@ -1,7 +1,7 @@
 """A Space's settings, and the page that it shows until they are complete and valid.
 
 A duplicated Space has the variables of the original but no secrets. Its new owner first sees the setup page,
-which names at once everything that is missing, wrong, or still the original owner's, and what to press.
+which names everything that is missing, wrong, or still the original owner's, and what to press.
 """
 
 import asyncio
@@ -259,7 +259,7 @@ class Setup:
 
 
 class _Outside:
-    """The newest result of a look at the outside. Looks only when somebody asks, and never twice at once."""
+    """The newest result of a look at the outside. Looks only when somebody asks, one look after the other."""
 
     def __init__(self, look: Callable[[], Found]) -> None:
         self._look = look
