@@ -10,7 +10,9 @@ VERIFIED: Final = "verified"
 NOT_VERIFIED: Final = "not verified"
 _COLOURS: Final[dict[Verdict, str]] = {"good": "#1d7a46", "bad": "#b3261e", "unknown": "#5f6570"}
 _LONGEST: Final = 80  # characters of each half
-_LETTER: Final = 6.6  # width of a letter; `textLength` fits the text of any font into it
+# Widths of letters, in pixels; `textLength` fits the text of any font into their sum.
+_NARROW: Final = " ·.,:;'|!()[]-/fijlrtI1"
+_WIDE: Final = "mwMW@%"
 _PAD: Final = 7
 
 
@@ -19,7 +21,7 @@ def draw(name: str, text: str, verdict: Verdict) -> str:
     escaped, and cut to 80 characters."""
     left = _half(name)
     right = _half(text)
-    widths = [round(_LETTER * len(half)) for half in (left, right)]
+    widths = [sum(map(_width, half)) for half in (left, right)]
     first = widths[0] + 2 * _PAD
     full = first + widths[1] + 2 * _PAD
     texts = "".join(
@@ -40,6 +42,10 @@ def of_version(run: str, version: int, verdict: Verdict, *, signed: bool = False
     """The badge of a version. `good`: its weights were rebuilt or served, and have the published digest."""
     texts = {"good": VERIFIED, "bad": "digest differs", "unknown": NOT_VERIFIED}
     return draw(run, f"v{version} · {texts[verdict]}{' · signed' * signed}", verdict)
+
+
+def _width(letter: str) -> int:
+    return 4 if letter in _NARROW else 10 if letter in _WIDE else 7
 
 
 def _half(text: str) -> str:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from trainer.deploy import DeployError
+from trainer.deploy.plan import CHECKOUT
 
 CARD = "card.png"  # 1200 x 630 pixels; the meta tags of web/index.html and of exported pages name it
 _TAG = re.compile(rf'(<meta property="og:image" content=")[^"]*({CARD}")')
@@ -22,7 +23,8 @@ def export(run: str, folder: Path) -> None:
     bucket, _, name = run.partition("#")
     named = ["--run", name] if name else []
     command = [sys.executable, "-m", "inference_space.dashboard", "--bucket", bucket, *named]
-    done = subprocess.run([*command, "--export", str(folder)], stderr=subprocess.PIPE, text=True)
+    command += ["--export", str(folder)]
+    done = subprocess.run(command, cwd=CHECKOUT, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise DeployError(f"--static {run}: {lines[-1]}")
