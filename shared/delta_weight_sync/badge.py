@@ -12,7 +12,7 @@ _COLOURS: Final[dict[Verdict, str]] = {"good": "#1d7a46", "bad": "#b3261e", "unk
 _LONGEST: Final = 80  # characters of each half
 # Widths of letters, in pixels; `textLength` fits the text of any font into their sum.
 _NARROW: Final = " ·.,:;'|!()[]-/fijlrtI1"
-_WIDE: Final = "mwMW@%"
+_WIDE: Final = "mwMW@%<>&+=#"
 _PAD: Final = 7
 
 
@@ -31,9 +31,8 @@ def draw(name: str, text: str, verdict: Verdict) -> str:
     label = escape(f"{left}: {right}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{full}" height="20" role="img" aria-label="{label}">'
-        f'<title>{label}</title><clipPath id="r"><rect width="{full}" height="20" rx="3"/></clipPath>'
-        f'<g clip-path="url(#r)"><rect width="{first}" height="20" fill="#24292f"/>'
-        f'<rect x="{first}" width="{full - first}" height="20" fill="{_COLOURS[verdict]}"/></g>'
+        f'<title>{label}</title><rect width="{full}" height="20" rx="3" fill="{_COLOURS[verdict]}"/>'
+        f'<path d="M3 0H{first}V20H3a3 3 0 0 1-3-3V3a3 3 0 0 1 3-3z" fill="#24292f"/>'
         f'<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">{texts}</g></svg>\n'
     )
 
