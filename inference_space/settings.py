@@ -112,13 +112,13 @@ def look_at_bucket(environ: Mapping[str, str]) -> Found:
         bucket = open_bucket(url)
         if run and RunReader(bucket, run).newest():
             return Found()
-        held = ", ".join(runs_in(bucket)[:9])
+        count = len(runs_in(bucket))  # without their names, because strangers may see the page
     except SignatureError as error:
         return Found({PUBLIC_KEY: str(error)})
     except DeltaWeightSyncError as error:
         return Found(access_problems(error, url))
     waits = "This run has no version yet, so the replica will wait for one. " if run else ""
-    return Found(notes={"REPLICA_RUN": f"{waits}The bucket holds {held or 'no run'}."})
+    return Found(notes={"REPLICA_RUN": f"{waits}The bucket holds {count or 'no'} run{'s' * (count > 1)}."})
 
 
 def access_problems(error: Exception, url: str) -> Problems:

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 import inference_space
 from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import Keys
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store.notifications import Notifications
@@ -267,16 +268,20 @@ def test_why_the_bucket_cannot_be_read(wordle, monkeypatch, tmp_path, caplog, to
     [
         ("", "first", Found({"HF_TOKEN": "HF_TOKEN is not set"})),
         ("hf_typo", "first", Found({"HF_TOKEN": "the token is wrong or expired"})),
-        ("hf_read", "first", Found({}, {"REPLICA_RUN": "The bucket holds no run."})),
-        ("hf_read", "", Found({}, {"REPLICA_RUN": "The bucket holds no run."})),
+        ("hf_read", "first", Found({}, {"REPLICA_RUN": "The bucket holds 2 runs."})),
+        ("hf_read", "", Found({}, {"REPLICA_RUN": "The bucket holds 2 runs."})),
     ],
 )
 def test_the_page_looks_at_the_bucket_before_the_space_is_set_up(wordle, monkeypatch, token, run, expected):
+    bucket = open_bucket("hf://buckets/team/wordle")
+    for name in ("secretive", "other"):
+        bucket.put(Keys(name).info, b"{}")
     monkeypatch.setenv("HF_TOKEN", token)
     found = look_at_bucket({"REPLICA_BUCKET": "hf://buckets/team/wordle", "REPLICA_RUN": run})
     assert (found.problems.keys(), found.notes.keys()) == (expected.problems.keys(), expected.notes.keys())
     for said, wanted in zip(found, expected, strict=True):
         assert all(wanted[name] in said[name] for name in wanted)
+    assert "secretive" not in str(found), "strangers may see the page"
 
 
 @pytest.mark.full
