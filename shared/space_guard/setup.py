@@ -31,12 +31,11 @@ Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 
 
 class Found(NamedTuple):
-    """What a look at the outside, such as at a bucket, has found."""
+    """What a look at the outside, such as at a bucket, has found: problems, and notes on what the owner
+    should check, although the Space can start with it."""
 
     problems: Problems = MappingProxyType({})
-    notes: Problems = MappingProxyType(
-        {}
-    )  # what the owner should check, although the Space can start with it
+    notes: Problems = MappingProxyType({})
 
 
 _WHERE = "Settings → Variables and secrets"
@@ -67,7 +66,12 @@ class SettingsError(ValueError):
 
 
 def listed(problems: Problems) -> str:
-    return "; ".join(f"{name}: {what}" for name, what in problems.items())
+    return _masked("; ".join(f"{name}: {what}" for name, what in problems.items()))
+
+
+def _masked(text: str) -> str:
+    """`text` without tokens and signing keys, because a sentence may quote the value of a variable."""
+    return re.sub(r"(hf|ed25519_secret)_\w{8,}", r"\1_***", text)
 
 
 def _header_text(text: str) -> str:
@@ -220,7 +224,7 @@ class Setup:
             kind = need.get("kind", "" if name == HARDWARE else "variable")
             items += f'<li class="{ranks[name]}">'
             items += f"<h2><code>{escape(name)}</code> <small>{kind}</small></h2>"
-            items += f'<p class="problem">{escape(problems[name])}</p>' if name in problems else ""
+            items += f'<p class="problem">{escape(_masked(problems[name]))}</p>' if name in problems else ""
             items += "" if name in problems else self._value(name, kind)
             items += f'<p class="note">{escape(notes[name])}</p>' if name in notes else ""
             items += f"<p>{escape(need['purpose'])}</p>" if need else ""

@@ -71,6 +71,7 @@ def test_each_variable_that_is_missing_is_named_with_its_purpose(name):
     ("variables", "name", "said"),
     [
         ({"REPLICA_BUCKET": "me/wordle"}, "REPLICA_BUCKET", "hf://buckets/<owner>/<name>"),
+        ({"REPLICA_BUCKET": "hf_geheimnis"}, "REPLICA_BUCKET", "hf://buckets/<owner>/<name>"),
         ({"REPLICA_RUN": "../first"}, "REPLICA_RUN", "is not a run name"),
         ({"REPLICA_KEY": "1234"}, "REPLICA_KEY", "shorter than 16 characters"),
         ({"REPLICA_KEY": "geheimnis mit leerzeichen"}, "REPLICA_KEY", "printable ascii without spaces"),
