@@ -9,7 +9,7 @@ Verdict = Literal["good", "bad", "unknown"]
 VERIFIED: Final = "verified"
 NOT_VERIFIED: Final = "not verified"
 _COLOURS: Final[dict[Verdict, str]] = {"good": "#1d7a46", "bad": "#b3261e", "unknown": "#5f6570"}
-_LONGEST: Final = 80  # characters of each half
+_LONGEST: Final = 128  # characters of each half
 # Widths of letters, in pixels; `textLength` fits the text of any font into their sum.
 _NARROW: Final = " ·.,:;'|!()[]-/fijlrtI1"
 _WIDE: Final = "mwMW@%<>&+=#"
@@ -18,7 +18,7 @@ _PAD: Final = 7
 
 def draw(name: str, text: str, verdict: Verdict) -> str:
     """The badge, with `name` on the left and `text` on the right. Both may come from outside: they are
-    escaped, and cut to 80 characters."""
+    escaped, and cut to 128 characters."""
     left = _half(name)
     right = _half(text)
     widths = [sum(map(_width, half)) for half in (left, right)]

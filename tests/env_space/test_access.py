@@ -69,7 +69,7 @@ def test_no_route_that_plays_is_open():
     closed = {path for path, status in answers.items() if status == 401}
     assert closed == {"/sessions", f"/sessions/{UNKNOWN}", f"/sessions/{UNKNOWN}/guess"}
     played = {"/play", f"/play/{UNKNOWN}", f"/play/{UNKNOWN}/guess"}
-    looking = {"/", "/health", "/words", "/metrics", "/schema", "/metadata", "/watch", "/mcp"}
+    looking = {"/", "/health", "/words", "/metrics", "/schema", "/metadata", "/watch", "/mcp", "/agents.md"}
     assert answers.keys() - closed - played == looking
 
 

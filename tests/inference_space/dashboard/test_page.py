@@ -139,9 +139,6 @@ def test_a_bucket_that_does_not_exist_is_named_at_once(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("url", "said"), [("ftp://somewhere", "hf://buckets/<owner>/<name>"), ("", "holds no run yet")]
-)
 def badge(app: FastAPI) -> str:
     (answer,) = ask(app, "/badge.svg")
     assert answer.headers["content-type"].startswith("image/svg+xml")
@@ -149,6 +146,7 @@ def badge(app: FastAPI) -> str:
     return answer.text
 
 
+@pytest.mark.full
 def test_the_badge_says_which_version_a_replica_proved(tmp_path: Path) -> None:
     bucket = open_bucket(f"file://{tmp_path}", create=True)
     app = mounted(bucket)
@@ -178,6 +176,9 @@ def test_a_badge_that_cannot_be_drawn_is_still_a_picture(app: FastAPI, monkeypat
     assert ask(app, "/health")[0].json() == "well"
 
 
+@pytest.mark.parametrize(
+    ("url", "said"), [("ftp://somewhere", "hf://buckets/<owner>/<name>"), ("", "holds no run yet")]
+)
 def test_an_impossible_export_ends_with_one_sentence(tmp_path, monkeypatch, url: str, said: str) -> None:
     url = url or open_bucket(f"file://{tmp_path}/bucket", create=True).url
     monkeypatch.setattr("sys.argv", ["dashboard", "--bucket", url, "--export", f"{tmp_path}/site"])
