@@ -30,7 +30,7 @@ from delta_weight_sync.vllm import routes
 
 # Modules of the prefix caches that were read: they find a prefix only by its `extra_key`.
 _CACHES = ("sglang.srt.mem_cache.unified_radix_cache", "sglang.srt.mem_cache.pure_swa_radix_cache")
-_OTHERWISE = "serve this model with vLLM"
+_OTHERWISE = "serve this model with another engine"
 
 
 class SglangEngine(LocalEngine):
