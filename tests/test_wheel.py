@@ -86,12 +86,13 @@ def test_its_metadata_says_what_each_use_needs(wheel):
     metadata = Parser().parsestr(inside(wheel, "METADATA"))
     points = ConfigParser()
     points.read_string(inside(wheel, "entry_points.txt"))
-    extras = {"torch", "trl", "vllm", "serve", "s3", "wandb", "trackio", "tensorboard", "dashboard"}
+    extras = {"torch", "trl", "vllm", "sglang", "serve", "s3", "wandb", "trackio", "tensorboard", "dashboard"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     core = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
-    assert not [need for need in core if need.startswith(("torch", "trl", "vllm", "transformers"))]
+    assert not [need for need in core if need.startswith(("torch", "trl", "vllm", "sglang", "transformers"))]
     assert list(points["console_scripts"]) == ["delta-weight-sync"]
     assert "vllm.general_plugins" in points
+    assert "sglang.srt.plugins" in points
 
 
 def test_it_is_imported_from_anywhere(wheel, tmp_path):

@@ -276,8 +276,16 @@ def test_the_status_names_the_engine_and_its_commits(seen):
     ("words", "environ", "sentence"),
     [
         ("--tp-size 2", {}, "with --tp-size 2, this SGLang cannot take commits: start it without"),
-        ("", {"DELTA_WEIGHT_SYNC_KEY": "x"}, "SGLang has no routes for it: use --api-key"),
-        ("", {"DELTA_WEIGHT_SYNC_RNU": "x"}, "DELTA_WEIGHT_SYNC_RNU: there is no such variable"),
+        (
+            "",
+            {"DELTA_WEIGHT_SYNC_KEY": "x"},
+            "DELTA_WEIGHT_SYNC_KEY: SGLang has no routes for it: use --api-key",
+        ),
+        (
+            "",
+            {"DELTA_WEIGHT_SYNC_RNU": "x"},
+            "correct these variables: DELTA_WEIGHT_SYNC_RNU: there is no such variable",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence_before_a_process_is_started(
