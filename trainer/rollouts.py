@@ -391,7 +391,8 @@ class ReplicaRolloutLoop:
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
                 # Most statuses from 400 to 499 are final. Otherwise, try again: the replica may be waking up.
-                if 400 <= status < 500 and status not in (408, 425, 429):
+                retried = status in (408, 425, 429) or spaces.is_ended_job(url, status)
+                if 400 <= status < 500 and not retried:
                     raise RolloutError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
                     raise SpacesUnavailableError(f"{url} does not answer: {error}") from error

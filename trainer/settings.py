@@ -22,7 +22,7 @@ class Settings:
     bucket: str = _option("The bucket: hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>")
     run: str = _option("Name of the run. Its objects are stored below runs/<run>/ in the bucket.")
     task: str = _option(f"What to train on: {', '.join(TASKS)}.", "wordle")
-    env_url: str = _option("URL of the Wordle Space (task 'wordle').", "")
+    env_url: str = _option("URL of the Wordle Space, or a file with the URL (task 'wordle').", "")
     prompt: str = _option("Prompt of each game (task 'wordle'); default: the rules of Wordle.", "")
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
     mirror: Place = field(default="host", metadata={"help": "Where the mirror (bf16 copy of weights) is."})
@@ -35,6 +35,11 @@ class Settings:
     state_minutes: float = _option("Minimum minutes between states. The last state does not wait.", 5.0)
     norm_learning_rate: float = _option("Learning rate of norms and biases; 0: same as --learning_rate.", 0.0)
     minutes: float = _option("Stop after this many minutes and publish everything; 0: no limit.", 0.0)
+    job: str = _option(
+        "Only print the command that runs this trainer, with environment and replicas, as Jobs of the Hub;"
+        " give the trainer's hardware, such as l4x1.",
+        "",
+    )
     fresh: bool = _option("Start again from --model instead of resuming the run.", False)
     exact_old_policy: bool = _option(
         "Recompute the old log-probability of each token with the weights that generated the token.", False

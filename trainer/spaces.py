@@ -79,6 +79,23 @@ class Fleet:
         return self._urls
 
 
+def env_address(entry: str) -> str:
+    """The environment's URL: `entry`, or the first URL in the file that it names; Jobs change their URLs.
+
+    Raises `SpacesUnavailableError` if there is none.
+    """
+    try:
+        return expand([entry])[0] if entry else ""
+    except (OSError, UnicodeDecodeError, IndexError) as error:
+        problem = f"--env_url {entry} names no environment ({error})"
+        raise SpacesUnavailableError(f"{problem}: write an https://... URL, or a file with it") from error
+
+
+def is_ended_job(url: str, status: int) -> bool:
+    """Whether this status can mean that the Job behind a URL does not listen: not yet, or no longer."""
+    return status in (404, 410) and (urlsplit(url).hostname or "").endswith(".hf.jobs")
+
+
 class Spaces:
     """The Spaces of one run, which may be asleep. `env_url` is empty if the task needs no environment."""
 
@@ -90,7 +107,7 @@ class Spaces:
     @property
     def _spaces(self) -> list[tuple[str, Kind]]:
         found: list[tuple[str, Kind]] = [(url, "replica") for url in self._fleet.urls()]
-        return [*found, (self._env_url, "env")] if self._env_url else found
+        return [*found, (env_address(self._env_url), "env")] if self._env_url else found
 
     def wake(self) -> None:
         """Wake each Space with a request. Raises `SpacesUnavailableError` if waiting cannot help."""
@@ -235,6 +252,8 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
     # While a Space starts, the Hub answers with an HTML page and a status below 300, or with 408, 425, 429 or
     # at least 500. For a private Space that the token may not see, the Hub answers that it does not exist.
+    if is_ended_job(url, status):
+        return Answer(f"not up ({status})")
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         fix = f"give the Space's own URL with {_OPTION[kind]}, such as https://<owner>-<name>.hf.space"

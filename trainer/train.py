@@ -15,9 +15,12 @@ import contextlib
 import gc
 import logging
 import os
+import shlex
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -27,9 +30,11 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher, gpu_build
 from delta_weight_sync.ending import end_after_signals
+from delta_weight_sync.errors import ConfigError
 from delta_weight_sync.publish.publisher import Model
 from delta_weight_sync.publish.sharding import Peers
 from delta_weight_sync.runlog import DoneEvent
+from delta_weight_sync.store import open_bucket
 from delta_weight_sync.trl import hooks, patches, sampling
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
 from trainer import exact, memory, resume, rollouts
@@ -49,7 +54,14 @@ def main() -> None:
     # The publisher's thread shares the interpreter with the training. With Python's usual switch interval of
     # 5 ms, each of that thread's many short calls could wait for 5 ms.
     sys.setswitchinterval(0.0005)
-    settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config()
+    try:
+        with readable_config(sys.argv[1:]) as arguments:
+            settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config(arguments)
+        if settings.job:
+            print(job_command(settings, sys.argv[1:]))
+            return
+    except DeltaWeightSyncError as error:
+        sys.exit(f"trainer: {error}")
     if config.use_cpu and not (
         torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ):
@@ -63,6 +75,40 @@ def main() -> None:
     except KeyboardInterrupt as interrupt:  # `Stop` puts the signal's number into it
         print("trainer: stopped; the same command resumes from what is in the bucket", flush=True)
         sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
+
+
+@contextlib.contextmanager
+def readable_config(arguments: list[str]) -> Iterator[list[str]]:
+    """The arguments, with a temporary file in place of a `--config` that is a URL in a bucket."""
+    place = arguments.index("--config") + 1 if "--config" in arguments[:-1] else 0
+    if not place or "://" not in arguments[place]:
+        yield arguments
+        return
+    bucket, _, key = arguments[place].rpartition("/")
+    with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
+        file.write(open_bucket(bucket).get(key))
+        file.flush()
+        yield [*arguments[:place], file.name, *arguments[place + 1 :]]
+
+
+def job_command(settings: Settings, arguments: Sequence[str]) -> str:
+    """The command that starts this trainer on a Job. There, deploy gives it bucket, run and addresses."""
+    prefix = "hf://buckets/"
+    owner, _, name = settings.bucket.removeprefix(prefix).partition("/")
+    if not settings.bucket.startswith(prefix) or not name or "/" in name:
+        raise ConfigError(
+            f"--job: Jobs cannot use --bucket {settings.bucket}: name hf://buckets/<owner>/<name>"
+        )
+    given: list[str] = []
+    is_kept = True
+    for word in arguments:
+        if word.startswith("--"):
+            option = word[2:].partition("=")[0]
+            is_kept = option not in ("job", "bucket", "run", "replicas", "env_url")
+        given += [word] * is_kept
+    place = f"--owner {owner} --name {name} --run {settings.run}"
+    up = f"python -m trainer.deploy up --on jobs {place} --trainer-hardware {settings.job}"
+    return f"{up} --train={shlex.quote(shlex.join(given))}"
 
 
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:

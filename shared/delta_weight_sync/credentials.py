@@ -16,6 +16,7 @@ from delta_weight_sync.errors import ConfigError
 _SENDABLE: Final = re.compile(r"[!-~]*")
 # Only URLs that all programs parse in the same way: no user name, no backslash, no host that ends in a dot.
 _URL: Final = re.compile(r"(?a)(https?)://([\w.-]*\w|\[[\da-f:]+\])(?::(\d+))?(?:/.*)?", re.IGNORECASE)
+_ON_THE_HUB: Final = (".hf.space", ".hf.jobs")  # hosts of Spaces, and of the ports that Jobs expose
 _own = defaultdict[str, set[str]](set)  # value of `SPACES` -> the URLs that it has named so far
 
 
@@ -41,12 +42,12 @@ def is_own(url: str) -> bool:
 
 
 def hub_token(url: str) -> str:
-    """`SPACE_HF_TOKEN`, which opens private Spaces, for an own Space on the Hub; "" for any other URL.
+    """`SPACE_HF_TOKEN`, for an own private Space or an own Job's port on the Hub; "" for any other URL.
 
     Never `HF_TOKEN`, which can write. Raises `ConfigError` for a bad value.
     """
     origin = _origin(url)
-    if origin is None or (origin[0], origin[2]) != ("https", 443) or not origin[1].endswith(".hf.space"):
+    if origin is None or (origin[0], origin[2]) != ("https", 443) or not origin[1].endswith(_ON_THE_HUB):
         return ""
     from huggingface_hub import get_token  # takes a second to import, and most commands ask no Space
 

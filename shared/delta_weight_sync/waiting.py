@@ -88,7 +88,7 @@ def _report(url: str) -> ReplicaReport:
         why = "gives a status of an unknown form: is it a replica of this project?"
     except httpx.HTTPStatusError as error:
         why = f"answers {error.response.status_code}: is it a replica of this project?"
-        if urlsplit(url).netloc.endswith(".hf.space") and not hub_token(url):
+        if urlsplit(url).netloc.endswith((".hf.space", ".hf.jobs")) and not hub_token(url):
             why += " If the Space is private, set SPACE_HF_TOKEN to a token that may read it, and"
             why += " add its URL to SPACES"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

@@ -45,7 +45,7 @@ def live(folder: Path, bucket: str, steps: int, die=nothing, every: int = 1, **o
     rates = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "weight_decay": 0.1}
     sizes = {"max_steps": steps, "weight_sync_steps": every, "per_device_train_batch_size": BATCH}
     settings = cpu_config(folder / "trl", **rates, **sizes, max_staleness=1000)
-    parser = SimpleNamespace(parse_args_and_config=lambda: (script, settings))
+    parser = SimpleNamespace(parse_args_and_config=lambda _: (script, settings))
     with (
         mock.patch.object(train, "TrlParser", return_value=parser),
         mock.patch.object(rollouts, "make_worker", lambda *given: Recorded(steps, given[-1])),
@@ -166,7 +166,9 @@ def wait_in_vain(folder: Path, lives: int) -> None:
     """
     places = {"model": str(folder / "base"), "bucket": (folder / "bucket").as_uri()}
     script = Settings(**places, run="run", replicas=["http://127.0.0.1:1"], task="brevity")
-    parser = SimpleNamespace(parse_args_and_config=lambda: (script, cpu_config(folder / "trl", max_steps=5)))
+    parser = SimpleNamespace(
+        parse_args_and_config=lambda _: (script, cpu_config(folder / "trl", max_steps=5))
+    )
     begin = resume.SaveState.on_train_begin
 
     def begin_and_say(states: resume.SaveState, *trained: Any, **others: Any) -> None:

@@ -1,18 +1,24 @@
 """`python -m trainer.deploy COMMAND`: `--help` lists the commands."""
 
 import argparse
+import functools
 import os
+import shlex
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import HfApi, get_token
 
 from delta_weight_sync.cost import GPUS, HARDWARE, PRICES_READ_ON, PRICES_SOURCE
+from delta_weight_sync.ending import die_with_parent
 from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
-from trainer.deploy import DeployError, hub, keys, page
+from trainer.deploy import DeployError, hub, jobs, keys, page
 from trainer.deploy.doctor import Setup, examine
 from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
 from trainer.deploy.plan import CHECKOUT, MARK, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, stage_page, write
@@ -34,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = "Deploy a bucket and Spaces to the Hugging Face Hub."
+    text = "Deploy a bucket, and Spaces or Jobs, to the Hugging Face Hub."
     parser = argparse.ArgumentParser(prog="python -m trainer.deploy", description=text)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -45,23 +51,43 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run_command=run)
         return added
 
-    up = command("up", _up, "create the bucket and the Spaces, or update them")
+    def on(added: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        text = (
+            "what runs the apps: Docker Spaces, which need PRO, or Jobs, which need credits (default: spaces)"
+        )
+        added.add_argument("--on", choices=("spaces", "jobs"), default="spaces", help=text)
+        return added
+
+    up = on(command("up", _up, "create the bucket and the Spaces or Jobs, or update them"))
     up.add_argument("--run", default="first", help="the run that the replicas follow (default: first)")
-    up.add_argument("--hardware", choices=GPUS, default="l4x1", help="GPUs of a replica (default: l4x1)")
+    hardware = "GPUs of a replica, or on Jobs cpu-basic for the tiny policy (default: l4x1)"
+    up.add_argument("--hardware", default="l4x1", help=hardware)
     up.add_argument("--replicas", type=int, default=1, help="number of replicas (default: 1)")
     up.add_argument("--public", action="store_true", help="make the Spaces public; the bucket stays private")
     up.add_argument("--unsigned", action="store_true", help="let replicas serve versions without a signature")
+    train = "on Jobs, also start the trainer, with these arguments; without --config, for Wordle"
+    up.add_argument("--train", nargs="?", const="", metavar="ARGUMENTS", help=train)
+    up.add_argument("--trainer-hardware", help="the trainer's hardware on Jobs (default: --hardware)")
+    up.add_argument("--timeout", default="6h", help="of a Job, which is then started again (default: 6h)")
+    up.add_argument("--hours", type=float, default=12.0, help="after these, all Jobs end (default: 12)")
     only = up.add_mutually_exclusive_group()
     only.add_argument("--dry-run", type=Path, metavar="DIR", help="only write to DIR what `up` would upload")
     text = "only make a static Space: of a page in a folder, or of a run (URL of the bucket, #run)"
     only.add_argument("--static", metavar="FOLDER|RUN", help=text)
-    command("status", _status, "show state, version and cost of each Space")
-    logs = command("logs", _logs, "show the log of a Space")
-    logs.add_argument("space", help="env, replica-1, ...")
+    on(command("status", _status, "show state, version and cost of each Space or Job"))
+    logs = on(command("logs", _logs, "show the log of a Space or Job"))
+    logs.add_argument("space", help="env, replica-1, ..., and on Jobs trainer or keeper")
     command("pause", _pause, "stop all Spaces until `resume`; a paused Space costs nothing")
     command("resume", _resume, "start paused Spaces again")
-    down = command("down", _down, "delete the Spaces and keep the bucket")
+    down = on(command("down", _down, "delete the Spaces or cancel the Jobs, and keep the bucket"))
     down.add_argument("--bucket", action="store_true", help="also delete the bucket, with all its runs")
+    command("watch", _watch, "start Jobs again that end too early, as the keeper does; end with the training")
+    train = "run the trainer here, with the addresses of the deployment's Jobs"
+    training = command("train", _train, train)
+    training.add_argument("--run", default="first", help="name of the run (default: first)")
+    training.add_argument("arguments", nargs="*", help="arguments of trainer.train, after `--`")
+    found = command("addresses", _addresses, "write the URLs of the running Jobs to files, again and again")
+    found.add_argument("folder", type=Path, help="gets the files env, replicas and all")
     doctor = command("doctor", _doctor, "check everything that a deployment needs")
     doctor.add_argument("--config", type=Path, default=_CONFIG, help="trainer config (default: Qwen3-0.6B's)")
     doctor.add_argument("--model", help="a Hub id, or the folder of a checkpoint; by default the config's")
@@ -73,8 +99,15 @@ def _up(api: HfApi, arguments: Arguments) -> None:
     if arguments.static:
         _up_page(api, arguments)
         return
+    if arguments.on == "jobs":
+        _up_jobs(api, arguments)
+        return
     owner = arguments.owner
     name = arguments.name
+    if arguments.hardware not in GPUS:
+        raise DeployError(f"--hardware {arguments.hardware!r} is no GPU of Spaces: choose {', '.join(GPUS)}")
+    if arguments.train is not None:
+        raise DeployError("--train: a Space cannot run the trainer: add --on jobs, or start it by hand")
     options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
     trusted = ""  # replicas check no signatures
     if not arguments.unsigned:
@@ -106,6 +139,79 @@ def _up(api: HfApi, arguments: Arguments) -> None:
     hub.send_key_to(apps)
     wait_until_healthy(api, apps, (key, token))
     print(_summary(arguments, plans, [app.url for app in apps]))
+
+
+def _up_jobs(api: HfApi, arguments: Arguments) -> None:
+    owner = arguments.owner
+    name = arguments.name
+    hours = arguments.hours
+    jobs.require_client(api)
+    timeout_s = jobs.seconds(arguments.timeout)
+    known = jobs.prices(api)
+    trains_on = arguments.trainer_hardware or arguments.hardware
+    jobs.require_hardware("--hardware", arguments.hardware, known)
+    jobs.require_hardware("--trainer-hardware", trains_on, known)
+    train = None if arguments.train is None else shlex.split(arguments.train)
+    if train is not None and "--config" not in train:
+        train = [*_policy(trains_on), *train]
+
+    def planned(trusted: str) -> list[jobs.JobPlan]:
+        options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
+        plans = make_plan(owner, name, **options, trusted=trusted)
+        limits = {"timeout_s": timeout_s, "hours": hours}
+        return jobs.make_jobs(plans, **limits, train=train, trainer_hardware=trains_on)
+
+    trusted = ""
+    if not arguments.unsigned:
+        signing_keys = keys.read_signing_keys(owner, name)
+        trusted = signing_keys[1] if signing_keys else NO_KEY_YET
+    plans = planned(trusted)
+    print(jobs.offer(plans, known, hours))
+    if folder := arguments.dry_run:
+        jobs.write(plans, folder)
+        print(f"{folder} holds the files that `up` would upload, and jobs.json; nothing was changed")
+        return
+    hub.Account(api).require_write(owner)
+    token = os.environ.get("SPACE_HF_TOKEN", "")
+    hub.require_read_only(api, token)
+    key = keys.ensure_space_key(owner)
+    if trusted == NO_KEY_YET:
+        plans = planned(_new_signing_key([], owner, name))
+    os.environ["SPACE_KEY"] = key
+    reader = {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key}
+    writer = {"HF_TOKEN": get_token() or "", "SPACE_HF_TOKEN": token, "SPACE_KEY": key}
+    writer |= keys.signing_key(owner, name)
+    secrets = {plan.app: writer if plan.app in (jobs.TRAINER, jobs.KEEPER) else reader for plan in plans}
+    bucket = f"{owner}/{name}"
+    with tempfile.TemporaryDirectory() as staged:
+        jobs.write(plans, Path(staged))  # before the first change, because this refuses untracked files
+        what = f"create the bucket {bucket} (private), unless it exists"
+        make_change(what, api.create_bucket, bucket, private=True, exist_ok=True)
+        jobs.cancel(api, jobs.jobs_of(api, owner, name))
+        jobs.start(api, bucket, plans, Path(staged), secrets, hours)
+    urls = jobs.wait_until_healthy(api, owner, name, (*_known_secrets(owner), token))
+    print(_jobs_summary(arguments, urls))
+
+
+def _policy(hardware: str) -> list[str]:
+    """The trainer's usual arguments for this hardware."""
+    if HARDWARE[hardware].gpus:
+        return ["--config", "trainer/configs/qwen3_0_6b.yaml"]
+    tiny = ["--config", "trainer/configs/wordle_tiny.yaml", "--model", "trainer/policies/wordle-tiny"]
+    return [*tiny, "--use_cpu", "true"]
+
+
+def _jobs_summary(arguments: Arguments, urls: dict[str, str]) -> str:
+    which = f"--owner {arguments.owner} --name {arguments.name}"
+    lines = [f"{app:12} {url}" for app, url in urls.items()]
+    lines.append(f"bucket       hf://buckets/{arguments.owner}/{arguments.name}")
+    if arguments.train is None:
+        run = f"python -m trainer.deploy train {which} --run {arguments.run}"
+        policy = shlex.join(_policy(arguments.hardware))
+        lines += ["", "to train, on this machine:", "", f"    {run} -- {policy}"]
+    else:
+        lines += ["", f"the trainer's log: python -m trainer.deploy logs trainer --on jobs {which}"]
+    return "\n".join(["", *lines, f"to end it all: python -m trainer.deploy down --on jobs {which}"])
 
 
 def _put_all(api: HfApi, plans: list[SpacePlan], secrets: hub.Secrets) -> None:
@@ -184,12 +290,23 @@ to train, on a machine with a GPU:
 
 
 def _status(api: HfApi, arguments: Arguments) -> None:
+    if arguments.on == "jobs":
+        os.environ.setdefault("SPACE_KEY", keys.read_space_key(arguments.owner) or "")
+        print(jobs.table(_own_jobs(api, arguments), jobs.prices(api)))
+        return
     spaces = _own(api, arguments, page=True)
     hub.send_key_to(spaces)
     print(hub.table(spaces))
 
 
 def _logs(api: HfApi, arguments: Arguments) -> None:
+    if arguments.on == "jobs":
+        apps = _own_jobs(api, arguments)
+        if arguments.space not in apps:
+            raise DeployError(f"there is no Job of {arguments.space}: choose {', '.join(apps)}")
+        for line in jobs.log(api, apps[arguments.space][-1], None):
+            print(hub.masked(line, _known_secrets(arguments.owner)))
+        return
     prefix = f"{arguments.owner}/{arguments.name}-"
     found = {app.repo_id.removeprefix(prefix): app for app in _own(api, arguments, page=False)}
     if arguments.space not in found:
@@ -216,12 +333,64 @@ def _resume(api: HfApi, arguments: Arguments) -> None:
 
 def _down(api: HfApi, arguments: Arguments) -> None:
     bucket = f"{arguments.owner}/{arguments.name}"
-    for space in spaces_of(api, arguments.owner, arguments.name):
-        make_change(f"delete {space.repo_id}", api.delete_repo, space.repo_id, repo_type="space")
+    if arguments.on == "jobs":
+        jobs.cancel(api, jobs.jobs_of(api, arguments.owner, arguments.name))
+        print(jobs.bill(jobs.jobs_of(api, arguments.owner, arguments.name), jobs.prices(api)))
+    else:
+        for space in spaces_of(api, arguments.owner, arguments.name):
+            make_change(f"delete {space.repo_id}", api.delete_repo, space.repo_id, repo_type="space")
     if arguments.bucket:
         make_change(f"delete the bucket {bucket}", api.delete_bucket, bucket, missing_ok=True)
     else:
         print(f"kept the bucket {bucket}; `down --bucket` deletes it, with all its runs")
+
+
+def _watch(api: HfApi, arguments: Arguments) -> None:
+    jobs.require_client(api)
+    jobs.watch(api, arguments.owner, arguments.name)
+
+
+def _train(api: HfApi, arguments: Arguments) -> None:
+    """Become the trainer. In a Job, secrets hold the keys; here, the files of `up` do."""
+    owner = arguments.owner
+    name = arguments.name
+    folder = keys.FOLDER / owner / f"{name}.jobs"
+    if "JOB_ID" not in os.environ:
+        os.environ.setdefault("SPACE_KEY", keys.read_space_key(owner) or "")
+        for variable, value in keys.signing_key(owner, name).items():
+            os.environ.setdefault(variable, value)
+    python = [sys.executable, "-m"]
+    which = ["--owner", owner, "--name", name]
+    while {"env", "replica-1"} - (found := jobs.addresses(_own_jobs(api, arguments))).keys():
+        print("waiting for the Jobs of environment and replica", flush=True)
+        time.sleep(jobs.POLL_S)
+    jobs.write_addresses(folder, found)
+    end = functools.partial(die_with_parent, os.getpid())  # also after this process has become the trainer
+    subprocess.Popen([*python, "trainer.deploy", "addresses", *which, str(folder)], preexec_fn=end)
+    os.environ["SPACES"] = str(folder / "all")
+    places = ["--bucket", f"hf://buckets/{owner}/{name}", "--run", arguments.run]
+    places += ["--replicas", str(folder / "replicas"), "--env_url", str(folder / "env")]
+    os.execv(sys.executable, [*python, "trainer.train", *arguments.arguments, *places])
+
+
+def _addresses(api: HfApi, arguments: Arguments) -> None:
+    said = ""
+    while True:
+        try:
+            jobs.write_addresses(arguments.folder, jobs.addresses(_own_jobs(api, arguments)))
+        except DeployError as error:  # the Hub gives no answer, for example
+            if said != (said := hub.masked(str(error))):
+                print(f"addresses: {said}", file=sys.stderr, flush=True)
+        time.sleep(jobs.POLL_S)
+
+
+def _own_jobs(api: HfApi, arguments: Arguments) -> dict[str, list[Any]]:
+    """The Jobs of the last `up`, by their apps. Raises `DeployError` if there are none."""
+    if not (apps := jobs.latest(jobs.jobs_of(api, arguments.owner, arguments.name))):
+        raise DeployError(
+            f"{arguments.owner} has no Jobs of {arguments.name}: run `up --on jobs` to start them"
+        )
+    return apps
 
 
 def _doctor(api: HfApi, arguments: Arguments) -> None:

@@ -35,14 +35,14 @@ from trainer.deploy.plan import MARK, SpacePlan
 PAGE = "-page"  # ends the name of the static Space, which runs nothing
 PAUSED = ("PAUSED", "STOPPED")
 BROKEN = ("CONFIG_ERROR", "BUILD_ERROR", "RUNTIME_ERROR")
-_UP = ("healthy", "serving", spaces.NO_VERSION_YET)
+UP = ("healthy", "serving", spaces.NO_VERSION_YET)
 TOKENS = "https://huggingface.co/settings/tokens"
 BILLING = "https://huggingface.co/settings/billing"
 PLAN = "Docker Spaces need PRO, Team or Enterprise"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
 # `up` fails only if an error lasts this long: at first, the error may be from before the last change.
-_ERROR_LIMIT_S = 60.0
+ERROR_LIMIT_S = 60.0
 _LOG_LINES = 15
 
 Secrets = Mapping[str, str]  # name -> value
@@ -84,7 +84,7 @@ def _refusal(error: HfHubHTTPError, variable: str) -> str:
         return f"the Hub answered {status}: run the same command again in a few minutes"
     known = {
         401: f"the Hub does not know this token (401): create a new one at {TOKENS} and set {variable} to it",
-        402: f"the Hub asks for payment (402): {PLAN}, and GPUs need credits: {BILLING}",
+        402: f"the Hub asks for payment (402): {PLAN}, GPUs and Jobs need credits: {BILLING}",
         403: f"the token in {variable} lacks this right (403): create one with write access at {TOKENS}",
         404: f"it does not exist, or this token may not see it (404): check its name and {variable}",
     }
@@ -206,7 +206,12 @@ def read_space(api: HfApi, repo_id: str) -> Space:
 
 def send_key_to(found: Sequence[Space]) -> None:
     """Let this process send its SPACE_KEY and SPACE_HF_TOKEN to the apps among these Spaces only."""
-    os.environ["SPACES"] = " ".join(space.url for space in found if not space.is_page)
+    send_key_to_urls(space.url for space in found if not space.is_page)
+
+
+def send_key_to_urls(urls: Iterable[str]) -> None:
+    """The same for the URLs of Jobs."""
+    os.environ["SPACES"] = " ".join(urls)
 
 
 def bucket_is_private(api: HfApi, bucket: str) -> bool | None:
@@ -281,14 +286,14 @@ def wait_until_healthy(api: HfApi, apps: Sequence[Space], secrets: Sequence[str]
     for app in apps:
         state = ""
         error_since = math.inf
-        while state not in _UP:
+        while state not in UP:
             time.sleep(_POLL_S * bool(state))
             answer = _answer(api, app)
             now = time.monotonic()
             if state != (state := masked(str(answer), secrets)):
                 print(f"[{now - started:5.0f} s] {app.repo_id}: {state}", flush=True)
             error_since = min(error_since, now) if answer.error else math.inf
-            if now >= error_since + _ERROR_LIMIT_S:
+            if now >= error_since + ERROR_LIMIT_S:
                 raise DeployError(masked(_failure(api, app, answer), secrets))
             if now > started + WAIT_LIMIT_S:
                 limit = f"is not up within {WAIT_LIMIT_S:.0f} s"

@@ -60,6 +60,13 @@ def read_signing_keys(owner: str, name: str) -> tuple[str, str] | None:
     return signs.public, trusted
 
 
+def signing_key(owner: str, name: str) -> dict[str, str]:
+    """The trainer's variable with the key that signs; empty if this machine has no such key."""
+    file = signing_file(owner, name)
+    found = _variables(file) if file.exists() else {}
+    return {signing.SIGNING_KEY: found[signing.SIGNING_KEY]} if found.get(signing.SIGNING_KEY) else {}
+
+
 def _variables(file: Path) -> dict[str, str]:
     """Read the variables that a shell file sets, and make the file readable only for this user."""
     file.chmod(0o600)

@@ -1,6 +1,7 @@
 """A deployment's plan: bucket, Spaces and files. It depends only on command line, checkout and public keys.
 
 An app's Space gets the tracked files that its Dockerfile needs; a static Space gets a folder's files.
+`trainer.deploy.jobs` runs the same apps, with the same settings, as Jobs.
 """
 
 import json
@@ -21,13 +22,18 @@ from trainer.deploy import DeployError
 MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # Spaces without this variable are never changed or deleted
 NO_KEY_YET = "made by the first `up`"  # in a dry run, stands for the public key that is not made yet
 SLEEP_S = 1800  # a replica sleeps after this time without a request
-App = Literal["env", "replica"]
-APPS: tuple[App, ...] = ("env", "replica")
+App = Literal["env", "replica", "trainer"]
+APPS: tuple[App, ...] = ("env", "replica")  # those that run on Spaces
 
 CHECKOUT = Path(__file__).parents[2]
 _FILES: dict[App, tuple[str, ...]] = {  # git's patterns, in which `*` also matches "/"
     "env": ("LICENSE", "env_space/*", "shared/space_guard/*"),
     "replica": ("LICENSE", "pyproject.toml", "inference_space/*", "shared/*"),
+    # On a CPU, a replica runs from these files, too.
+    "trainer": (
+        *("LICENSE", "README.md", "pyproject.toml", "requirements.txt"),
+        *("trainer/*", "inference_space/*", "shared/*"),
+    ),
 }
 # These files move from the folder of the app to the root of the Space.
 _AT_THE_ROOT = re.compile(
@@ -82,13 +88,21 @@ def make_plan(
             "REPLICA_BUCKET": f"hf://buckets/{bucket}",
             "REPLICA_RUN": run,
             "REPLICA_NAME": f"replica-{number}",
-            "REPLICA_VLLM_ARGS": f"--tensor-parallel-size {HARDWARE[hardware].gpus}",
+            **_serving(hardware),
             **({PUBLIC_KEY: trusted} if trusted else {}),
         }
         secrets = ("HF_TOKEN", "REPLICA_KEY")
         repo_id = f"{bucket}-replica-{number}"
         spaces.append(SpacePlan(repo_id, "replica", variables, secrets, hardware, SLEEP_S, not public))
     return spaces
+
+
+def _serving(hardware: str) -> dict[str, str]:
+    if gpus := HARDWARE[hardware].gpus:
+        return {"REPLICA_VLLM_ARGS": f"--tensor-parallel-size {gpus}"}
+    # A CPU serves only the tiny policy, with the sizes that `make demo` gives it.
+    sizes = {"REPLICA_MAX_MODEL_LEN": "256", "REPLICA_MAX_NUM_SEQS": "64", "OMP_NUM_THREADS": "1"}
+    return {**sizes, "REPLICA_VLLM_ARGS": f"--kv-cache-memory-bytes {64 << 20}"}
 
 
 def stage_page(folder: Path, out: Path) -> None:
@@ -124,12 +138,17 @@ def files(app: App) -> dict[str, Path]:
     if untracked := git_files("--others", *_FILES[app]):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
     listed = git_files("--cached", "--error-unmatch", *_FILES[app])
-    found = {match[2] if (match := _AT_THE_ROOT.fullmatch(path)) else path: path for path in listed}
+    found = {_place(app, path): path for path in listed}
     for path in found.values():
         if (CHECKOUT / path).resolve() != CHECKOUT.resolve() / path or not (CHECKOUT / path).is_file():
             fix = "`git restore` it, or put the files themselves in its place"
             raise DeployError(f"{path} is missing, a link, or in a linked folder: {fix}")
     return {name: CHECKOUT / path for name, path in sorted(found.items())}
+
+
+def _place(app: App, path: str) -> str:
+    match = _AT_THE_ROOT.fullmatch(path)
+    return match[2] if match and app in APPS else path
 
 
 def git_files(which: str, *patterns: str) -> list[str]:

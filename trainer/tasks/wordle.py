@@ -53,7 +53,7 @@ class WordleEnv:
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+        self._entry = url  # or a file with the URL
 
     def reset(self, seed: int, split: str = "train", **row: Any) -> None:
         """Prepare the game of `seed`, on the words of the split: `train` or `held_out`."""
@@ -104,10 +104,10 @@ class WordleEnv:
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         # A redirect would carry the key to another host.
         options: dict[str, Any] = {"json": body, "allow_redirects": False, "timeout": _TIMEOUT}
-        url = self._url
         deadline = time.monotonic() + _RETRY_S
         shared = spaces.connections.get(None)
         while True:
+            url = spaces.env_address(self._entry).rstrip("/")
             try:
                 headers = spaces.headers(url, "env")
                 async with (
@@ -116,7 +116,9 @@ class WordleEnv:
                 ):
                     status, text = response.status, await _read(response)
                 page = status < 300 and text.lstrip().startswith(b"<")  # also the Hub's, while a Space starts
-                if not (page or status >= 500 or status in _RETRIED) or time.monotonic() > deadline:
+                starting = page or status >= 500 or status in _RETRIED
+                starting |= spaces.is_ended_job(url, status) and b'"detail"' not in text
+                if not starting or time.monotonic() > deadline:
                     break
             except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > deadline:

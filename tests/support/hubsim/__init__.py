@@ -24,12 +24,17 @@ callers that may not see a private Space. It carries plain requests, no WebSocke
 host=URL)` makes the Hub name another address. `space(name)` returns everything, the values of secrets
 included. A static Space is RUNNING from its first commit with an index.html, and its app shows its files.
 
+**Jobs.** `run_job` starts a real process of this machine (`jobs.py` says what stands for the container). Its
+ports are served over TLS, for processes that have `ports()` in their environment. `end_job` kills a Job or
+lets it expire; `exposes` decides whether Jobs get URLs.
+
 **Faults.** `fault` makes chosen requests fail, `skew` shifts the Hub's clock, `feed` and `end_feeds`
 disturb the feeds of buckets' changes, `limit` limits requests for files; `clear` ends all of these.
 
-huggingface_hub's own tests of buckets and Spaces pass against it (`tests/store/test_hub_own.py`);
-beyond these tests, it is not proven to behave like the real Hub. It does not check hashes and collects no
-garbage. A repository has one branch.
+huggingface_hub's own tests of buckets and Spaces pass against it (`tests/store/test_hub_own.py`). Its Jobs
+follow the code and the guide of huggingface_hub 2.4.0, which has no tests of them that need a Hub. Beyond
+this, it is not proven to behave like the real Hub. It does not check hashes and collects no garbage. A repository
+has one branch.
 """
 
 import os
@@ -66,7 +71,8 @@ class HubSim:
         self._control.close()
 
     def stop(self) -> None:
-        self._process.kill()
+        self._process.stdin.close()  # it ends its Jobs, then itself
+        self._process.stdin = None
         self._process.communicate()
 
     def env(self, home: Path, token: str = "hf_write") -> dict[str, str]:
@@ -130,6 +136,21 @@ class HubSim:
 
     def log(self, name: str, line: str, kind: str = "run") -> None:
         self._tell("POST", f"/spaces/{name}/logs/{kind}", params={"line": line})
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """All Jobs, oldest first, with the values of their secrets."""
+        return self._tell("GET", "/jobs").json()
+
+    def ports(self) -> dict[str, str]:
+        """What a process needs in its environment to find https://<id>--<port>.hf.jobs."""
+        return self._tell("GET", "/ports").json()
+
+    def end_job(self, name: str, message: str, number: int = 9) -> None:
+        """Let a Job end with ERROR and this message, by this signal."""
+        self._tell("POST", f"/jobs/{name}/end", params={"message": message, "number": number})
+
+    def exposes(self, *, ports: bool) -> None:
+        self._tell("PUT", f"/jobs/exposes/{ports}")
 
     def _tell(self, method: str, path: str, **how: Any) -> httpx.Response:
         return self._control.request(method, path, **how).raise_for_status()

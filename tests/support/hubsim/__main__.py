@@ -14,20 +14,23 @@ from fastapi import FastAPI, Header, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.types import ASGIApp, Receive, Scope, Send
+from werkzeug.serving import make_ssl_devcert
 
+from .accounts import READ
 from .common import HubError
 from .control import FaultMiddleware, Plan, control_routes
-from .routes import bucket_routes, repo_routes, space_routes
+from .jobs import SITE, Jobs
+from .routes import bucket_routes, job_routes, repo_routes, space_routes
 from .spaces import SpaceState
 from .store import Hub
 from .xet import OWN_CAS, bridge_routes, cas_routes
 
 
-def build(root: Path, address: str, addresses: list[str]) -> ASGIApp:
-    """An empty Hub that stores large files under `root`; `addresses` are the URLs of its Spaces' apps."""
-    hub = Hub(root, addresses)
+def build(jobs: Jobs, address: str, addresses: list[str]) -> ASGIApp:
+    """The Hub as an app; `addresses` are the URLs of its Spaces' apps."""
+    hub = jobs.hub
     plan = Plan()
-    main = _main(hub, plan)
+    main = _main(jobs, plan)
     spaces = AppProxy(hub, address)
 
     def label(scope: Scope) -> str:
@@ -42,19 +45,21 @@ def build(root: Path, address: str, addresses: list[str]) -> ASGIApp:
     return FaultMiddleware(app, plan, label)
 
 
-def _main(hub: Hub, plan: Plan) -> FastAPI:
+def _main(jobs: Jobs, plan: Plan) -> FastAPI:
+    hub = jobs.hub
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
     @app.get("/api/whoami-v2")
     async def whoami(authorization: str | None = Header(None)) -> dict[str, object]:
         return hub.accounts.whoami(authorization)
 
+    app.include_router(job_routes(jobs))
     for make in (bucket_routes, space_routes, repo_routes):
         app.include_router(make(hub))
     app.include_router(bridge_routes(hub.cas))
     for place in ("/cas", OWN_CAS):
         app.include_router(cas_routes(hub.cas, place))
-    app.include_router(control_routes(hub, plan))
+    app.include_router(control_routes(jobs, plan))
     app.exception_handler(HubError)(_refuse)
     app.exception_handler(405)(_no_such_route)
     return app
@@ -135,6 +140,39 @@ class AppProxy:
         return StreamingResponse(answer.aiter_raw(), answer.status_code, passed, background=closing)
 
 
+class JobProxy(AppProxy):
+    """The ports that Jobs expose, at https://<id>--<port>.hf.jobs: for a token that may read there."""
+
+    def __init__(self, jobs: Jobs, address: str) -> None:
+        super().__init__(jobs.hub, address)
+        self.jobs = jobs
+
+    async def _answer(self, request: Request) -> Response:
+        name, _, port = (request.url.hostname or "").removesuffix(".hf.jobs").partition("--")
+        job = self.jobs.all.get(name)
+        try:
+            self.jobs.check(job.owner["name"] if job else "", request.headers.get("authorization"), READ)
+        except HubError as error:
+            return JSONResponse({"error": error.message}, error.status)
+        job.look()
+        if job.stage != "RUNNING" or int(port) not in job.ports:
+            return JSONResponse({"error": "Not Found"}, 404)
+        return await self._forward(f"http://127.0.0.1:{job.ports[int(port)]}", request)
+
+
+def serve_job_ports(jobs: Jobs, address: str, folder: Path) -> None:
+    """Serve Jobs' ports over TLS, in a thread, and write down in `jobs.environ` how a process finds them."""
+    folder.mkdir()
+    certificate, key = make_ssl_devcert(str(folder / "tls"), host="hf.jobs")
+    (folder / "sitecustomize.py").write_text(SITE)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = str(listener.getsockname()[1])
+    jobs.environ |= {"SSL_CERT_FILE": certificate, "SIMULATED_JOBS_PORT": port, "PYTHONPATH": str(folder)}
+    tls = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    config = uvicorn.Config(JobProxy(jobs, address), log_level="critical", lifespan="off", **tls)
+    threading.Thread(target=uvicorn.Server(config).run, args=[[listener]], daemon=True).start()
+
+
 def _page(status: int, text: str) -> HTMLResponse:
     return HTMLResponse(f"<!DOCTYPE html><title>{text}</title>", status)
 
@@ -147,9 +185,18 @@ def main() -> None:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + SPACES)]
     ports = [listener.getsockname()[1] for listener in listeners]
     own, *addresses = (f"http://127.0.0.1:{port}" for port in ports)
-    app = build(Path(sys.argv[1]), own, addresses)
+    root = Path(sys.argv[1])
+    jobs = Jobs(Hub(root, addresses), own, {})
+    serve_job_ports(jobs, own, root / "ports")
+    app = build(jobs, own, addresses)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", date_header=False))
-    threading.Thread(target=lambda: os._exit(0) if not sys.stdin.read() else None, daemon=True).start()
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        jobs.stop()
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     print(ports[0], flush=True)
     server.run(sockets=listeners)
 

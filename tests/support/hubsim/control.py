@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .accounts import Account, Token
 from .buckets import Feed
 from .common import CLOCK, http_date
+from .jobs import Jobs
 from .repos import RepoState, blob
 from .spaces import Builds
-from .store import Hub
 
 
 class Limit(BaseModel, extra="forbid"):
@@ -168,8 +168,9 @@ class NewModel(BaseModel, extra="forbid"):
     files: dict[str, str] = {}
 
 
-def control_routes(hub: Hub, plan: Plan) -> APIRouter:
+def control_routes(jobs: Jobs, plan: Plan) -> APIRouter:
     """Routes under /_sim. Faults do not apply to them."""
+    hub = jobs.hub
     routes = APIRouter(prefix="/_sim")
 
     @routes.post("/faults")
@@ -246,6 +247,22 @@ def control_routes(hub: Hub, plan: Plan) -> APIRouter:
     @routes.post(SPACE + "/logs/{kind}")
     async def log(owner: str, name: str, kind: str, line: str) -> None:
         hub.spaces[f"{owner}/{name}"].log(kind, line)
+
+    @routes.get("/jobs")
+    async def see_jobs() -> list[dict[str, Any]]:
+        return [{**job.to_json(), "secrets": job.spec.get("secrets", {})} for job in jobs.all.values()]
+
+    @routes.get("/ports")
+    async def see_ports() -> dict[str, str]:
+        return jobs.environ
+
+    @routes.post("/jobs/{name}/end")
+    async def end_job(name: str, message: str, number: int) -> None:
+        jobs.all[name].end("ERROR", message, number=number)
+
+    @routes.put("/jobs/exposes/{exposes}")
+    async def set_exposes(exposes: bool) -> None:
+        jobs.exposes = exposes
 
     @routes.put("/feed")
     async def set_feed(rules: Feed) -> None:

@@ -11,8 +11,10 @@ import yaml
 from fastapi import APIRouter, Body, Depends, Header, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
+from .accounts import READ, WRITE
 from .buckets import BucketState, feed, place
 from .common import HubError, entry_missing
+from .jobs import HARDWARE, Jobs
 from .repos import Blob, RepoState, apply, blob, is_large
 from .spaces import SpaceState, card_errors, parse_card
 from .store import PLURAL, Hub, check_plan, create, full_name, url_path, visibility
@@ -379,5 +381,69 @@ def space_routes(hub: Hub) -> APIRouter:
     async def logs(space: writer, kind: str) -> Response:
         lines = "".join(f"data: {json.dumps(event)}\n\n" for event in space.logs[kind])
         return Response(lines, media_type="text/event-stream")
+
+    return routes
+
+
+def job_routes(jobs: Jobs) -> APIRouter:
+    """Routes of Jobs; those without `async` run in a thread, because they ask this server or wait."""
+    routes = APIRouter(prefix="/api/jobs")
+
+    @routes.get("/hardware")
+    async def hardware() -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "prettyName": name,
+                "cpu": "2 vCPU",
+                "ram": "16 GB",
+                "unitCostMicroUSD": price,
+                "unitCostUSD": price / 1e6,
+                "unitLabel": "minute",
+            }
+            for name, price in HARDWARE.items()
+        ]
+
+    @routes.post("/{owner}")
+    def run(owner: str, spec: dict[str, Any], authorization: Auth = None) -> dict[str, Any]:
+        return jobs.run(owner, authorization, spec).to_json()
+
+    @routes.get("/{owner}")
+    async def browse(request: Request, owner: str, authorization: Auth = None) -> list[dict[str, Any]]:
+        jobs.check(owner, authorization, READ)
+        stages = request.query_params.getlist("stage")
+        labels = {tuple(label.split("=", 1)) for label in request.query_params.getlist("label")}
+        own = [job for job in jobs.all.values() if job.owner["name"] == owner]
+        shown = [job.to_json() for job in reversed(own) if labels <= (job.spec.get("labels") or {}).items()]
+        return [job for job in shown if not stages or job["status"]["stage"] in stages]
+
+    @routes.get("/{owner}/{name}")
+    async def inspect(owner: str, name: str, authorization: Auth = None) -> dict[str, Any]:
+        return jobs.find(owner, name, authorization).to_json()
+
+    @routes.post("/{owner}/{name}/cancel")
+    async def cancel(owner: str, name: str, authorization: Auth = None) -> dict[str, Any]:
+        job = jobs.find(owner, name, authorization, WRITE)
+        job.end("CANCELED")
+        return job.to_json()
+
+    @routes.post("/{owner}/{name}/duplicate")
+    def duplicate(owner: str, name: str, authorization: Auth = None) -> dict[str, Any]:
+        spec = jobs.find(owner, name, authorization, WRITE).spec
+        return jobs.run(owner, authorization, spec, "duplicated-job").to_json()
+
+    @routes.put("/{owner}/{name}/labels")
+    async def relabel(
+        owner: str, name: str, wish: dict[str, dict[str, str]], authorization: Auth = None
+    ) -> dict[str, Any]:
+        job = jobs.find(owner, name, authorization, WRITE)
+        job.spec = {**job.spec, "labels": wish["labels"]}
+        return job.to_json()
+
+    @routes.get("/{owner}/{name}/logs")
+    async def logs(owner: str, name: str, tail: int = 0, authorization: Auth = None) -> Response:
+        lines = [*jobs.find(owner, name, authorization).log()][-tail:]
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in lines)
+        return Response(text, media_type="text/event-stream")
 
     return routes
