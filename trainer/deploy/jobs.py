@@ -202,8 +202,8 @@ def start(
 ) -> None:
     """Upload the files in `folder`, and start all Jobs. `secrets`: app -> name -> value."""
     owner, _, name = bucket.partition("/")
-    now = int(time.time())
-    labels = {**MARK, "deployment": name, "up": str(now), "until": str(now + int(3600 * hours))}
+    now = time.time()
+    labels = {**MARK, "deployment": name, "up": f"{1000 * now:.0f}", "until": f"{now + 3600 * hours:.0f}"}
     places = {app: _upload(api, bucket, app, folder / app) for app in sorted({p.folder for p in plans})}
     for plan in plans:
         flavor: Any = plan.hardware
@@ -450,13 +450,18 @@ def _running_s(job: Any) -> int:
     return (job.durations.running_secs if job.durations else None) or 0
 
 
+def _minutes(job: Any) -> int:
+    """The minutes that the Hub bills: whole ones, from the start on."""
+    return max(1, math.ceil(_running_s(job) / 60)) if job.started_at else 0
+
+
 def bill(jobs: Sequence[Any], known: Mapping[str, float]) -> str:
     """What all Jobs of a deployment have cost, by the minutes they ran."""
     rows = [("app", "Jobs", "minutes", "hardware", "$")]
     total = 0.0
     for app in dict.fromkeys(job.labels["app"] for job in jobs):
         own = [job for job in jobs if job.labels["app"] == app]
-        minutes = [math.ceil(_running_s(job) / 60) for job in own]
+        minutes = [_minutes(job) for job in own]
         usd = sum(m * known.get(str(job.flavor), math.nan) / 60 for m, job in zip(minutes, own, strict=True))
         total += usd
         hardware = " ".join(sorted({str(job.flavor) for job in own}))
@@ -483,7 +488,7 @@ def table(apps: Mapping[str, Sequence[Any]], known: Mapping[str, float]) -> str:
                 version = "no answer"
         usd = known.get(str(job.flavor), math.nan) * is_running(job)
         now += usd
-        minutes = str(math.ceil(_running_s(job) / 60))
+        minutes = str(_minutes(job))
         stage = str(getattr(job.status.stage, "value", job.status.stage))
         row = (
             app,

@@ -33,8 +33,8 @@ disturb the feeds of buckets' changes, `limit` limits requests for files; `clear
 
 huggingface_hub's own tests of buckets and Spaces pass against it (`tests/store/test_hub_own.py`). Its Jobs
 follow the code and the guide of huggingface_hub 2.4.0, which has no tests of them that need a Hub. Beyond
-this, it is not proven to behave like the real Hub. It does not check hashes and collects no garbage. A repository
-has one branch.
+this, it is not proven to behave like the real Hub. It does not check hashes and collects no garbage. A
+repository has one branch.
 """
 
 import os

@@ -221,6 +221,7 @@ class Jobs:
             "HF_HOME": str(job.folder / "hf"),
             "JOB_ID": job.id,
             "NO_PROXY": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",  # all Jobs share this machine
             **self.environ,
             "PYTHONPATH": f"{app / 'shared'}:{self.environ['PYTHONPATH']}",
             **{key: str(value) for key, value in job.spec["environment"].items()},
