@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
+import httpx
 import pytest
 
 from delta_weight_sync.runlog import RunLogWriter
@@ -238,3 +239,17 @@ def test_a_server_that_is_no_space_is_reported(status, message):
             asyncio.run(env.get_reward())
         with pytest.raises(SpacesUnavailableError, match=f"answers {status}, so it is not the replica"):
             Spaces(Fleet([url])).wake()
+
+
+def test_a_job_s_url_without_a_listener_is_down_and_not_wrong(tmp_path):
+    """The Hub's proxy answers for a Job that does not listen yet, or no longer."""
+    job = "https://6eeac7c1e01344dea35f5632--7860.hf.jobs"
+    assert all(spaces.is_ended_job(job, status) for status in (404, 410))
+    assert not spaces.is_ended_job(job, 403)
+    assert not spaces.is_ended_job(f"https://{OWN}", 404)
+    answer = spaces._hub_answer(httpx.Response(404, json={"error": "Not Found"}), job, "replica")
+    assert (answer.state, answer.up) == ("not up (404)", False)
+    (tmp_path / "empty").touch()
+    for entry in (str(tmp_path / "missing"), str(tmp_path / "empty")):
+        with pytest.raises(SpacesUnavailableError, match="names no environment"):
+            spaces.env_address(entry)

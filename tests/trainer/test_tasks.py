@@ -90,6 +90,20 @@ def test_a_solved_game_pays_and_is_over_and_giving_up_costs(url, words):
     assert reward(env) < 0
 
 
+def test_a_game_goes_on_at_the_address_that_its_file_names_now(url, tmp_path, monkeypatch):
+    """A Job that was started again has another URL."""
+    file = tmp_path / "env"
+    file.write_text(f"http://127.0.0.1:{free_port()}\n")
+
+    async def moved(_: float) -> None:
+        file.write_text(f"{url}\n")
+
+    env = WordleEnv(str(file))
+    env.reset(seed=3)
+    monkeypatch.setattr(asyncio, "sleep", moved)
+    assert guess(env, "crane")
+
+
 @pytest.mark.full
 def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path):
     port = free_port()

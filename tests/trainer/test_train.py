@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -328,6 +329,39 @@ def test_the_imitated_policy_plays_32_words_16_times_in_each_step(tmp_path):
     assert config.per_device_train_batch_size % config.num_generations == 0, "no group is divided"
     assert script.prompt == "Play Wordle.", "as in the imitation"
     sampling.require_exact(vars(config))
+
+
+def test_the_command_for_a_job_keeps_all_but_the_places(monkeypatch, capsys, tmp_path):
+    """Also with a configuration in the bucket, which Jobs can read."""
+    bucket = open_bucket(tmp_path.as_uri())
+    bucket.put("tiny.yaml", (CONFIGS / "wordle_tiny.yaml").read_bytes())
+    kept = ["--config", f"{tmp_path.as_uri()}/tiny.yaml", "--model", "a b", "--use_cpu", "true"]
+    monkeypatch.setattr(
+        sys, "argv", ["train", *kept, *WHERE.split(), "https://s", "--job", "l4x1", "--minutes=5"]
+    )
+    main()
+    command = shlex.split(capsys.readouterr().out)
+    up = "python -m trainer.deploy up --on jobs --owner me --name wordle --run first --trainer-hardware l4x1"
+    assert command[:-1] == up.split()
+    assert shlex.split(command[-1].removeprefix("--train=")) == [*kept, "--minutes=5"]
+    assert not list(tmp_path.glob("runs"))
+
+
+def test_a_bucket_that_jobs_cannot_use_has_no_command(monkeypatch, tmp_path):
+    words = [
+        "--config",
+        str(CONFIGS / "wordle_tiny.yaml"),
+        "--model",
+        "m",
+        "--use_cpu",
+        "true",
+        "--job",
+        "l4x1",
+    ]
+    place = WHERE.replace("hf://buckets/me/wordle", tmp_path.as_uri())
+    monkeypatch.setattr(sys, "argv", ["train", *words, *place.split()])
+    with pytest.raises(SystemExit, match="--job: Jobs cannot use --bucket file:"):
+        main()
 
 
 @pytest.mark.parametrize(("name", "width"), [("qwen3_0_6b", 1024), ("qwen3_1_7b", 2048)])

@@ -347,6 +347,9 @@ def _down(api: HfApi, arguments: Arguments) -> None:
 
 def _watch(api: HfApi, arguments: Arguments) -> None:
     jobs.require_client(api)
+    for keeper in filter(jobs.is_running, _own_jobs(api, arguments).get(jobs.KEEPER, [])):
+        if keeper.id != os.environ.get("JOB_ID"):  # both would start the same Job again
+            raise DeployError(f"the Job {keeper.id} watches {arguments.name} already: cancel it first")
     jobs.watch(api, arguments.owner, arguments.name)
 
 

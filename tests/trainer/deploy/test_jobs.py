@@ -196,6 +196,11 @@ def test_watch_starts_jobs_again_that_failed_or_expired_but_not_canceled_ones(ru
             assert made[app][1][part] == first[part]
 
 
+def test_a_deployment_has_one_watcher(running: World):
+    keeper = own(running)["keeper"][0]["id"]
+    assert f"the Job {keeper} watches {running.name} already: cancel it first" in running.fails("watch")
+
+
 def test_watch_ends_everything_after_the_time_of_up_and_prints_the_bill(
     running: World, api, capsys, monkeypatch
 ):
