@@ -336,9 +336,8 @@ def test_the_command_for_a_job_keeps_all_but_the_places(monkeypatch, capsys, tmp
     bucket = open_bucket(tmp_path.as_uri())
     bucket.put("tiny.yaml", (CONFIGS / "wordle_tiny.yaml").read_bytes())
     kept = ["--config", f"{tmp_path.as_uri()}/tiny.yaml", "--model", "a b", "--use_cpu", "true"]
-    monkeypatch.setattr(
-        sys, "argv", ["train", *kept, *WHERE.split(), "https://s", "--job", "l4x1", "--minutes=5"]
-    )
+    places = WHERE.replace("https://r", "https://r https://s").split()
+    monkeypatch.setattr(sys, "argv", ["train", *kept, *places, "--job", "l4x1", "--minutes=5"])
     main()
     command = shlex.split(capsys.readouterr().out)
     up = "python -m trainer.deploy up --on jobs --owner me --name wordle --run first --trainer-hardware l4x1"

@@ -71,9 +71,11 @@ class HubSim:
         self._control.close()
 
     def stop(self) -> None:
-        self._process.stdin.close()  # it ends its Jobs, then itself
-        self._process.stdin = None
-        self._process.communicate()
+        try:
+            self._process.communicate(timeout=30)  # closes its stdin: it ends its Jobs, then itself
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
 
     def env(self, home: Path, token: str = "hf_write") -> dict[str, str]:
         """What a client process needs in its environment. `home` must be new for each simulator: the

@@ -157,6 +157,7 @@ class Jobs:
         self.environ = environ  # with which a process finds the ports of Jobs
         self.all: dict[str, JobState] = {}
         self.exposes = True  # a test lets the Hub expose no port
+        self._stopped = False
         self._root = hub.cas.root.parent / "jobs"
 
     def check(self, owner: str, who: str | None, permission: str) -> dict[str, Any]:
@@ -172,6 +173,8 @@ class Jobs:
 
     def run(self, owner: str, who: str | None, spec: dict[str, Any], initiator: str = "user") -> JobState:
         account = self.check(owner, who, WRITE)
+        if self._stopped:
+            raise HubError(503, "this Hub is ending")
         if not self.hub.accounts.accounts[owner].can_pay:
             raise HubError(402, NO_CREDIT)
         if spec["flavor"] not in HARDWARE:
@@ -195,8 +198,9 @@ class Jobs:
         return job
 
     def stop(self) -> None:
-        """End all processes."""
-        for job in self.all.values():
+        """End all processes, and start no more."""
+        self._stopped = True
+        for job in [*self.all.values()]:
             job.end("CANCELED", number=signal.SIGKILL)
         for job in self.all.values():
             if job.process:
@@ -238,6 +242,8 @@ class Jobs:
         # Where the real one writes below /tmp, each Job has a /tmp of its own.
         environ["REPLICA_FOLDER"] = str(temporary / "replica")
         command = [_placed(word, places) for word in [*job.spec["command"], *job.spec["arguments"]]]
+        if job.stage != "SCHEDULING":  # it was canceled in the meantime
+            return
         with (job.folder / "log").open("wb") as log:
             job.process = subprocess.Popen(
                 command,

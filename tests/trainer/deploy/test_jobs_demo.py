@@ -64,8 +64,9 @@ class Demo:
     def until(self, is_so: Callable[[], object], reader: RunLogReader) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not is_so():
-            logs = [f"\n== {job['labels']['app']}\n{self.log(job)[-3000:]}" for job in self.hub.jobs()]
-            assert time.monotonic() < deadline, "".join(logs)
+            assert time.monotonic() < deadline, "".join(
+                f"\n== {job['labels']['app']}\n{self.log(job)[-3000:]}" for job in self.hub.jobs()
+            )
             self.events += reader.poll()
             time.sleep(0.5)
 
