@@ -153,7 +153,7 @@ def _up_jobs(api: HfApi, arguments: Arguments) -> None:
     jobs.require_hardware("--trainer-hardware", trains_on, known)
     train = None if arguments.train is None else shlex.split(arguments.train)
     if train is not None and "--config" not in train:
-        train = [*_policy(trains_on), *train]
+        train = [*_policy(arguments.hardware, trains_on), *train]
 
     def planned(trusted: str) -> list[jobs.JobPlan]:
         options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
@@ -193,12 +193,12 @@ def _up_jobs(api: HfApi, arguments: Arguments) -> None:
     print(_jobs_summary(arguments, urls))
 
 
-def _policy(hardware: str) -> list[str]:
-    """The trainer's usual arguments for this hardware."""
-    if HARDWARE[hardware].gpus:
-        return ["--config", "trainer/configs/qwen3_0_6b.yaml"]
-    tiny = ["--config", "trainer/configs/wordle_tiny.yaml", "--model", "trainer/policies/wordle-tiny"]
-    return [*tiny, "--use_cpu", "true"]
+def _policy(replica: str, trainer: str) -> list[str]:
+    """The trainer's arguments for the policy that a replica on this hardware can serve."""
+    cpu = [] if HARDWARE[trainer].gpus else ["--use_cpu", "true"]
+    if HARDWARE[replica].gpus:
+        return ["--config", "trainer/configs/qwen3_0_6b.yaml", *cpu]
+    return ["--config", "trainer/configs/wordle_tiny.yaml", "--model", "trainer/policies/wordle-tiny", *cpu]
 
 
 def _jobs_summary(arguments: Arguments, urls: dict[str, str]) -> str:
@@ -207,7 +207,7 @@ def _jobs_summary(arguments: Arguments, urls: dict[str, str]) -> str:
     lines.append(f"bucket       hf://buckets/{arguments.owner}/{arguments.name}")
     if arguments.train is None:
         run = f"python -m trainer.deploy train {which} --run {arguments.run}"
-        policy = shlex.join(_policy(arguments.hardware))
+        policy = shlex.join(_policy(arguments.hardware, arguments.hardware))
         lines += ["", "to train, on this machine:", "", f"    {run} -- {policy}"]
     else:
         lines += ["", f"the trainer's log: python -m trainer.deploy logs trainer --on jobs {which}"]

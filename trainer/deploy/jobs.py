@@ -178,7 +178,7 @@ def prices(api: HfApi) -> dict[str, float]:
 
 
 def require_hardware(option: str, name: str, known: Mapping[str, float]) -> None:
-    """Raise `DeployError` if Jobs have no such hardware, or vLLM and bf16 cannot use it."""
+    """Raise `DeployError` if Jobs have no such hardware, or if it is a GPU without bf16."""
     usable = [one for one in known if one in HARDWARE]
     if name not in usable:
         raise DeployError(f"{option} {name!r} is no hardware of Jobs: choose {', '.join(usable)}")
