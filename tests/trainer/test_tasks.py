@@ -8,6 +8,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from string import ascii_lowercase
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from tests.support.serving import serving
 from trainer.demo.processes import Processes, free_port
 from trainer.policies.tokens import build_tokenizer
 from trainer.settings import Settings as TrainerSettings
-from trainer.tasks import make_task, reverse_text
+from trainer.tasks import make_task, reverse_text, wordle
 from trainer.tasks.wordle import GameLostError, WordleEnv, make_dataset
 
 
@@ -96,11 +97,12 @@ def test_a_game_goes_on_at_the_address_that_its_file_names_now(url, tmp_path, mo
     file.write_text(f"http://127.0.0.1:{free_port()}\n")
 
     async def moved(_: float) -> None:
-        file.write_text(f"{url}\n")
+        (tmp_path / "new").write_text(f"{url}\n")
+        (tmp_path / "new").replace(file)
 
     env = WordleEnv(str(file))
     env.reset(seed=3)
-    monkeypatch.setattr(asyncio, "sleep", moved)
+    monkeypatch.setattr(wordle, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": moved}))
     assert guess(env, "crane")
 
 
