@@ -35,7 +35,7 @@ from bench.fleet.hub import (
     stand_in,
 )
 from delta_weight_sync import cost, reader, records, runlog, util, watch
-from delta_weight_sync.engine import Times
+from delta_weight_sync.engine import Engine, Times
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import outbox, reports, shortcuts, spans, writer
@@ -353,10 +353,8 @@ class CountedLayout:
         """As in `Layout`."""
 
 
-class CountedEngine:
-    """In place of `vllm.engine.Engine`."""
-
-    quantized = None
+class CountedEngine(Engine):
+    """In place of `vllm.engine.Engine`: it only takes the time that commits take."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -366,16 +364,20 @@ class CountedEngine:
         """As in `Engine`."""
         return True
 
-    def serves(self, _: Path) -> bool:
+    def learn(self, *_: object) -> str:
         """As in `Engine`."""
-        return True
+        return ""
 
-    def drafts(self) -> None:
+    def relabel(self, label: str) -> None:
         """As in `Engine`."""
 
-    def take(self, paths: Sequence[Path], *_: str) -> Times:
+    def describe(self) -> str:
         """As in `Engine`."""
-        syncs = [self._fleet.hub.syncs[path.name] for path in paths]
+        return "simulated"
+
+    def take(self, deltas: Sequence[Path], *_: str) -> Times:
+        """As in `Engine`."""
+        syncs = [self._fleet.hub.syncs[path.name] for path in deltas]
         return self._took(sum(map(self._fleet.asked.changes, syncs)) / self._fleet.asked.ranks, decoded=True)
 
     def take_checkpoint(self, *_: object) -> Times:

@@ -7,15 +7,14 @@ from pathlib import Path
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.engine import Times
+from delta_weight_sync.engine import Engine, Times
 from delta_weight_sync.errors import EngineError
-from delta_weight_sync.runlog import Quantization
 from delta_weight_sync.vllm import PROCESSED
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.waiting import soon
 
 
-class InMemoryVllm:
+class InMemoryVllm(Engine):
     """The smallest engine that a follower can use. It can be killed, and has to be started again for another
     configuration or tokenizer, as a Space's vLLM.
 
@@ -23,8 +22,6 @@ class InMemoryVllm:
     the checkpoints that it staged.
     """
 
-    adapters = False
-    quantized: Quantization | None = None
     what = "vLLM"
 
     def __init__(self) -> None:
@@ -36,9 +33,6 @@ class InMemoryVllm:
 
     def describe(self) -> str:
         return "a vLLM in memory"
-
-    def drafts(self) -> None:
-        """It decodes token by token."""
 
     def sampling(self) -> tuple[str, dict[str, float]]:
         return (PROCESSED if self._alive else ""), {}
