@@ -25,7 +25,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 ASK = {"model": "policy", "prompt": [5, 6, 7], "messages": CHAT, "max_tokens": 1}
 # What the README of the Space documents; everything else is 404, or 405 where only the method is another.
 VIEWS = ("frame", "inside", "bucket", "delta", "verify", "explain", "object")
-LOOKING = ("/", "/health", "/ready", "/status", "/v1/models")
+LOOKING = ("/", "/health", "/ready", "/status", "/v1/models", "/badge.svg", "/agents.md")
 KEYED = ("/v1/completions", "/v1/chat/completions", "/delta_weight_sync/poke")
 ASSETS = ("/theme.css", "/favicon.ico", "/assets/x", "/static/x", "/gradio_api/heartbeat/x")
 LOGIN = ("/login/huggingface", "/login/callback", "/logout")

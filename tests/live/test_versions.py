@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
+import httpx
 import pytest
 
 from delta_weight_sync.reader import RunReader
@@ -49,6 +50,7 @@ def test_ten_deltas_answer_as_a_fresh_load(how, trainer, tmp_path, monkeypatch, 
         before = greedy(vllm.url, ASKED)
         with ThreadPoolExecutor(2) as pool:  # begun before the first commit; its blocks are those of SHARED
             running = [pool.submit(ask, vllm.url, [*SHARED, i], LONG) for i in range(2)]
+            soon(lambda: _running(vllm) == 2, "both requests to begin")
             for _ in range(DELTAS):
                 newest = update(trainer, vllm)
             after = greedy(vllm.url, ASKED)
@@ -77,3 +79,9 @@ def went(vllm: Server, what: str, **parameters: int) -> str:
     order(vllm, what, **parameters).raise_for_status()
     soon(lambda: len(vllm.status()["commits"]) > done)
     return str(vllm.status()["status"]["digest"])
+
+
+def _running(vllm: Server) -> float:
+    """How many requests vLLM computes now, by its own metrics."""
+    lines = httpx.get(f"{vllm.url}/metrics").raise_for_status().text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))

@@ -3,7 +3,7 @@
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
@@ -30,8 +30,9 @@ def answering(
             self.send_response(status)
             for name, value in (more | {"content-length": str(len(content))}).items():
                 self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
+            with suppress(ConnectionError):  # the client may have gone
+                self.end_headers()
+                self.wfile.write(content)
 
         do_POST = do_DELETE = do_GET  # noqa: N815 - the names that http.server looks for
 

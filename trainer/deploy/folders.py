@@ -59,6 +59,9 @@ def _stage_page(out: Path) -> None:
     stage_page(CHECKOUT / "web", out)
     for ignored in git_files("--others", "--ignored", "web/*"):
         (out / Path(ignored).relative_to("web")).unlink(missing_ok=True)
+    for folder in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _archive(folder: Path) -> Path:

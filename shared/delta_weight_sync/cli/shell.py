@@ -28,28 +28,30 @@ def run_in_shell(command: str, path: Path, manifest: Manifest, output: IO[bytes]
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = PLACES.sub(lambda match: shlex.quote(values[match[1]]), command)
 
-    def start() -> subprocess.Popen[bytes]:
-        shell = subprocess.Popen(filled, shell=True, process_group=0, stdout=output)
-        groups.add(shell.pid)
-        return shell
+    shells: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        shells.append(subprocess.Popen(filled, shell=True, process_group=0, stdout=output))
+        groups.add(shells[0].pid)
 
     # Another thread starts the command. In this thread, an exception of a signal handler could interrupt the
     # start, and the process that was just started would be lost.
     with ThreadPoolExecutor(1) as starter:
-        started = starter.submit(start)
         try:
-            code = started.result().wait()
+            starter.submit(start).result()
+            code = shells[0].wait()
         except BaseException:  # end the command and all processes that it started
-            shell = started.result()
-            with suppress(ProcessLookupError):
-                os.killpg(shell.pid, signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    shell.wait(ENDING_S)
-                os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
-            groups.discard(shell.pid)
+            starter.shutdown()  # the signal may have come before the start
+            for shell in shells:
+                with suppress(ProcessLookupError):
+                    os.killpg(shell.pid, signal.SIGTERM)
+                    with suppress(subprocess.TimeoutExpired):
+                        shell.wait(ENDING_S)
+                    os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
+                groups.discard(shell.pid)
             raise
-    groups.discard(started.result().pid)
+    groups.discard(shells[0].pid)
     return code
 
 
