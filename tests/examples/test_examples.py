@@ -80,7 +80,7 @@ def test_the_minimal_script_holds_the_same_bits_at_both_ends(place, tmp_path, ca
     assert len((EXAMPLES / "minimal.py").read_text().splitlines()) <= 60
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_same_loop_runs_under_torchrun(place, tmp_path):
     """Each rank with its own shards; then one process resumes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

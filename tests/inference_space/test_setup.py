@@ -285,7 +285,7 @@ def test_the_page_looks_at_the_bucket_before_the_space_is_set_up(wordle, monkeyp
     assert "secretive" not in str(found), "strangers may see the page"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_in_one_visit_a_duplicate_becomes_the_dashboard(wordle, monkeypatch, tmp_path, page):
     """The platform starts the process again for each changed setting; nobody reloads the page."""
     monkeypatch.setenv("HF_TOKEN", "hf_read")

@@ -144,7 +144,7 @@ def test_an_error_is_a_line_whatever_it_quotes() -> None:
 
 @pytest.mark.parametrize(
     ("cases", "seed"),
-    [pytest.param(120, 1, marks=pytest.mark.full), pytest.param(10_000, 2, marks=pytest.mark.long)],
+    [pytest.param(60, 1, marks=pytest.mark.full), pytest.param(10_000, 2, marks=pytest.mark.long)],
 )
 def test_forged_runs(cases: int, seed: int) -> None:
     """In a process of its own, whose memory is that of these cases."""

@@ -188,7 +188,9 @@ def table(figures: list[Figures], peaks: dict[int, dict[str, float]]) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("boundary", [64, 512, 1_024, 4_096, 65_536])
+@pytest.mark.parametrize(
+    "boundary", [64, 65_536, *(pytest.param(n, marks=pytest.mark.long) for n in (512, 1_024, 4_096))]
+)
 def test_versions_go_on_past_every_boundary(tmp_path: Path, boundary: int) -> None:
     """Windows, segments, strides and powers of two: the run is numbered as if it had come so far."""
     url = f"{(tmp_path / 'bucket').as_uri()}#{RUN}"

@@ -18,11 +18,12 @@ from tests.support import tiny_sight
 
 pytestmark = [
     pytest.mark.live,
+    pytest.mark.long,
     pytest.mark.skipif(not hooks.MEDIA.works(), reason="this vLLM cannot forget encoded images"),
 ]
 
 
-@pytest.mark.parametrize("tower", ["trained", pytest.param("frozen", marks=pytest.mark.long)])
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
 def test_images_are_encoded_again_after_a_commit(tmp_path, tower):
     """All images are asked about before and after, so vLLM would find them encoded by the old weights."""
     tiny_sight.build(tmp_path / "base")

@@ -494,8 +494,10 @@ def shared(rank: int, folder: Path, layout: str, dora: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["fsdp", "columns"])
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("columns", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "dora", [pytest.param(False, id="lora"), pytest.param(True, id="dora", marks=pytest.mark.long)]
+)
 def test_sharded_models_publish_the_same_bits(layout, dora, tmp_path):
     save(make("llama"), tmp_path / "base")
     assert forked.ranks(shared, 2, tmp_path, layout, dora) == [0, 0]

@@ -385,7 +385,10 @@ def publish_together(rank: int, folder: Path, url: str, model: str, hub_url: str
         assert publisher.flush().version == 0
 
 
-@pytest.mark.parametrize("differs", [False, True], ids=["the base", "one weight differs"])
+@pytest.mark.parametrize(
+    "differs",
+    [pytest.param(False, id="the base", marks=pytest.mark.long), pytest.param(True, id="one weight differs")],
+)
 def test_several_ranks(hub, client, tmp_path, differs):
     tensors = weights()
     model = push(hub, write(tmp_path / "base", tensors, 2))

@@ -79,7 +79,13 @@ def ended(process: subprocess.Popen[bytes], within_s: float = PATIENCE_S) -> int
 @pytest.mark.parametrize(
     "url", [pytest.param(URL, id="hf"), pytest.param(S3, id="s3", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(words, id=name, marks=pytest.mark.long if name == "space" else ())
+        for name, words in COMMANDS.items()
+    ],
+)
 def test_a_store_that_takes_connections_and_never_answers_holds_nothing(
     tmp_path: Path, command: str, url: str
 ) -> None:

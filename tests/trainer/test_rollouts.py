@@ -256,7 +256,10 @@ class Broken(Game):
 @pytest.mark.live
 @pytest.mark.parametrize(
     ("fault", "cause"),
-    [("no such game", "ValueError: no such game"), ("killed", "it was killed, perhaps .*")],
+    [
+        pytest.param("no such game", "ValueError: no such game", marks=pytest.mark.long),
+        ("killed", "it was killed, perhaps .*"),
+    ],
 )
 def test_a_child_that_does_not_start_ends_the_trainer_with_the_cause(fault, cause):
     config = AsyncGRPOConfig(bf16=False, use_cpu=True)
@@ -271,7 +274,7 @@ class Unplayable(Game):
         raise ValueError("no such game")
 
 
-@pytest.mark.live
+@pytest.mark.long
 def test_a_child_that_fails_later_ends_the_trainer_with_the_cause():
     config = AsyncGRPOConfig(bf16=False, use_cpu=True)
     task = Task(make_dataset("Play Wordle.", 1, seed=0), [], Unplayable)

@@ -255,7 +255,7 @@ def next_trainer(output: IO[str], errors: Path) -> tuple[psutil.Process, list[ps
     return trainer, children
 
 
-@pytest.mark.live
+@pytest.mark.long
 def test_a_signal_and_a_sudden_death_end_the_process_that_plays(tmp_path):
     errors = tmp_path / "errors"
     with waiting_trainers(tmp_path, 2) as output:

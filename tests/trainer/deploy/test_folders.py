@@ -32,7 +32,7 @@ def test_the_archives_depend_only_on_the_checkout(tmp_path):
     assert not page & {"node_modules", "vendor"}
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_printed_commands_make_spaces_that_build(world: World, tmp_path, capsys):
     """With the real `hf`."""
     main([str(tmp_path / "spaces")])
