@@ -76,6 +76,7 @@ def test_the_checks_of_a_sync_need_only_the_packages_that_the_command_names():
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_one_command_runs_all_of_the_check_on_tensors_of_the_host(tmp_path):
     """A line that no test runs would fail on the card, in the one hour that there is."""
     words = ["bash", "bench/gpu_check/nine_minutes.sh", "--on-host"]

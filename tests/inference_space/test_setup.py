@@ -197,6 +197,7 @@ def test_the_user_of_an_image_cannot_write_its_code(space):
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
     """As on the Hub, where a duplicate has the variables, but no secret."""
     running = Space(tmp_path / "log", app="inference_space", **SET_UP | {"REPLICA_KEY": ""})

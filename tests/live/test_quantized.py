@@ -19,6 +19,7 @@ COMMITS = 5
 LONG = 300  # tokens
 
 
+@pytest.mark.long
 def test_a_quantized_replica_answers_as_a_fresh_load_of_the_last_version(tmp_path: Path) -> None:
     """Deltas are staged and committed while clients ask without a break."""
     with training(tmp_path) as trainer:

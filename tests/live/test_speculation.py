@@ -115,6 +115,7 @@ def test_n_grams(policy):
     assert found["learned"]["drafts"] == {"method": "ngram", "kept": ""}
 
 
+@pytest.mark.long
 def test_a_draft_from_the_models_checkpoint_follows(policy):
     found = speculate(policy, method="draft_model", model=str(policy / "base"), num_speculative_tokens=3)
     assert found["learned"]["drafts"] == {"method": "draft_model", "kept": ""}

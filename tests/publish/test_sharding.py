@@ -257,6 +257,7 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_any_number_of_ranks_resumes(tmp_path):
     """One rank, then two, then three, then one. Three divide other dimensions, and some hold no part."""
     resume("whole", tmp_path / "resume:4", 3)

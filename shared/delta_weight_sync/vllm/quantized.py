@@ -247,7 +247,7 @@ class Twin:
         scratch.__dict__["quant_method"] = method
         before = {path: tensor for path, tensor in _held(name, layer) if tensor.is_meta}
         try:
-            with set_current_vllm_config(self._config), torch.no_grad(), self._device:
+            with set_current_vllm_config(self._config), torch.no_grad():
                 method.process_weights_after_loading(scratch)
         except (RouteError, torch.OutOfMemoryError):
             raise
