@@ -82,7 +82,7 @@ def ended(process: subprocess.Popen[bytes], within_s: float = PATIENCE_S) -> int
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(words, id=name, marks=pytest.mark.long if name == "space" else ())
+        pytest.param(words, id=name, marks=pytest.mark.long if name in ("space", "trainer") else ())
         for name, words in COMMANDS.items()
     ],
 )

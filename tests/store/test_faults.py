@@ -119,10 +119,10 @@ def test_a_busy_hub_cannot_put_a_reader_to_sleep_for_an_hour(bucket, hub, pauses
 @pytest.mark.parametrize(
     "fault",
     [
-        {"status": 503},
+        pytest.param({"status": 503}, marks=pytest.mark.long),
         {"status": 404},
-        {"truncate": 2},
         # The client of Xet tries these again for half a minute.
+        pytest.param({"truncate": 2}, marks=pytest.mark.long),
         pytest.param({"drop": True}, marks=pytest.mark.long),
         pytest.param({"flip": 1}, marks=pytest.mark.long),
     ],
