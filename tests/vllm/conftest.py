@@ -1,5 +1,7 @@
 """A folder as the bucket of a run, a vLLM, and a follower between them."""
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,3 +35,16 @@ def follower(
     follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     yield follower
     follower.stop()
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop in a thread of its own, as that of vLLM's server."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # a task that was cancelled ends
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

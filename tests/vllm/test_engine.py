@@ -37,18 +37,6 @@ from tests.support.waiting import PATIENCE_S, soon
 Answer = dict[str, Any]
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield loop
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # a task that was cancelled ends
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
-
 def engine(loop: asyncio.AbstractEventLoop, answers: dict[str, list[list[list[Answer]]]]) -> Engine:
     """`answers`: of each operation, one after the other: engines, and their workers."""
 

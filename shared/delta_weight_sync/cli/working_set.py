@@ -57,7 +57,6 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     elif name == "badge":
         text = "number or tag of the version (default: the newest)"
         add("--version", type=version_or_tag, metavar="VERSION", help=text)
-        add("--no-rebuild", action="store_true", help="fetch no weights; the badge says: not verified")
     elif name == "evaluate":
         text = "evaluate each version whose number N divides (default: 50)"
         add("--every", type=_positive, default=50, metavar="N", help=text)
@@ -202,13 +201,10 @@ def _badge(arguments: argparse.Namespace) -> None:
     """
     reader = opened(arguments)
     manifest = reader.manifest(arguments.version)
-    verdict: badge.Verdict = "unknown"
-    if not arguments.no_rebuild:
-        with Scratch() as folder:
-            reader.checkout(manifest, folder)
-        verdict = "good"
+    with Scratch() as folder:
+        reader.checkout(manifest, folder)  # raises an error if the digest differs
     signed = bool(reader.public_keys and manifest.signature)
-    print(badge.of_version(reader.keys.run, manifest.version, verdict, signed=signed), end="")
+    print(badge.of_version(reader.keys.run, manifest.version, "good", signed=signed), end="")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
