@@ -13,6 +13,7 @@ each rank publishes its tensors and saves its part of the state, and only the ma
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import shlex
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -99,6 +101,10 @@ def job_command(settings: Settings, arguments: Sequence[str]) -> str:
         raise ConfigError(
             f"--job: Jobs cannot use --bucket {settings.bucket}: name hf://buckets/<owner>/<name>"
         )
+    config = dict(itertools.pairwise(arguments)).get("--config", "")
+    if "://" not in config and (Path(config).is_absolute() or not Path(config).is_file()):
+        fix = "name one of the checkout, by its path there, or in the bucket"
+        raise ConfigError(f"--job: a Job has no --config {config or 'of yours'}: {fix}")
     given: list[str] = []
     is_kept = True
     for word in arguments:

@@ -25,6 +25,7 @@ from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from delta_weight_sync import gpu_build
+from delta_weight_sync.errors import ConfigError
 from delta_weight_sync.publish.states import usable_states
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import DoneEvent, RunLogReader
@@ -38,7 +39,7 @@ from trainer.resume import SaveState
 from trainer.settings import Settings
 from trainer.spaces import Spaces
 from trainer.stop import LIMIT_S
-from trainer.train import finish_early, main, train
+from trainer.train import finish_early, job_command, main, train
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 BUCKET = "hf://buckets/team/read-only"
@@ -361,6 +362,15 @@ def test_a_bucket_that_jobs_cannot_use_has_no_command(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train", *words, *place.split()])
     with pytest.raises(SystemExit, match="--job: Jobs cannot use --bucket file:"):
         main()
+
+
+@pytest.mark.parametrize("config", ["/elsewhere/tiny.yaml", "tiny.yaml"])
+def test_a_configuration_that_a_job_does_not_have_is_refused(config):
+    settings, _ = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config(
+        [*WHERE.split(), "--model", "m", "--output_dir", "o", "--bf16", "false", "--job", "l4x1"]
+    )
+    with pytest.raises(ConfigError, match=f"a Job has no --config {config}: name one of the checkout"):
+        job_command(settings, ["--config", config])
 
 
 @pytest.mark.parametrize(("name", "width"), [("qwen3_0_6b", 1024), ("qwen3_1_7b", 2048)])

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,8 @@ def _up(api: HfApi, arguments: Arguments) -> None:
     existing = spaces_of(api, owner, name)
     key = keys.ensure_space_key(owner)
     if trusted == NO_KEY_YET:
-        plans = make_plan(owner, name, **options, trusted=_new_signing_key(existing, owner, name))
+        trusting = {space.repo_id: space.variables for space in existing}
+        plans = make_plan(owner, name, **options, trusted=_new_signing_key(trusting, owner, name))
     _put_all(api, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})
     planned = {plan.repo_id for plan in plans}
     for space in existing:
@@ -152,6 +153,8 @@ def _up_jobs(api: HfApi, arguments: Arguments) -> None:
     jobs.require_hardware("--hardware", arguments.hardware, known)
     jobs.require_hardware("--trainer-hardware", trains_on, known)
     train = None if arguments.train is None else shlex.split(arguments.train)
+    if train is not None and HARDWARE[trains_on].gpus > 1:
+        raise DeployError(f"--trainer-hardware {trains_on}: a Job trains on one GPU: choose one of those")
     if train is not None and "--config" not in train:
         train = [*_policy(arguments.hardware, trains_on), *train]
 
@@ -176,7 +179,9 @@ def _up_jobs(api: HfApi, arguments: Arguments) -> None:
     hub.require_read_only(api, token)
     key = keys.ensure_space_key(owner)
     if trusted == NO_KEY_YET:
-        plans = planned(_new_signing_key([], owner, name))
+        running = jobs.latest(jobs.jobs_of(api, owner, name))
+        trusting = {f"the Job {job.id}": job.environment or {} for *_, job in running.values()}
+        plans = planned(_new_signing_key(trusting, owner, name))
     os.environ["SPACE_KEY"] = key
     reader = {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key}
     writer = {"HF_TOKEN": get_token() or "", "SPACE_HF_TOKEN": token, "SPACE_KEY": key}
@@ -187,9 +192,16 @@ def _up_jobs(api: HfApi, arguments: Arguments) -> None:
         jobs.write(plans, Path(staged))  # before the first change, because this refuses untracked files
         what = f"create the bucket {bucket} (private), unless it exists"
         make_change(what, api.create_bucket, bucket, private=True, exist_ok=True)
-        jobs.cancel(api, jobs.jobs_of(api, owner, name))
+        jobs.cancel(api, owner, name)
         jobs.start(api, bucket, plans, Path(staged), secrets, hours)
-    urls = jobs.wait_until_healthy(api, owner, name, (*_known_secrets(owner), token))
+    still = f"all Jobs still run, and cost: `down --on jobs --owner {owner} --name {name}` ends them"
+    try:
+        urls = jobs.wait_until_healthy(api, owner, name, (*_known_secrets(owner), token))
+    except DeployError as error:
+        raise DeployError(f"{error}\n{still}") from None
+    except KeyboardInterrupt:
+        print(still, file=sys.stderr)
+        raise
     print(_jobs_summary(arguments, urls))
 
 
@@ -209,6 +221,7 @@ def _jobs_summary(arguments: Arguments, urls: dict[str, str]) -> str:
         run = f"python -m trainer.deploy train {which} --run {arguments.run}"
         policy = shlex.join(_policy(arguments.hardware, arguments.hardware))
         lines += ["", "to train, on this machine:", "", f"    {run} -- {policy}"]
+        lines += ["", f"the Jobs run for {arguments.hours:g} hours, also after the training"]
     else:
         lines += ["", f"the trainer's log: python -m trainer.deploy logs trainer --on jobs {which}"]
     return "\n".join(["", *lines, f"to end it all: python -m trainer.deploy down --on jobs {which}"])
@@ -246,11 +259,12 @@ def _up_page(api: HfApi, arguments: Arguments) -> None:
     print(f"\npage         {api.endpoint}/spaces/{plan.repo_id}{reach}")
 
 
-def _new_signing_key(existing: Sequence[Space], owner: str, name: str) -> str:
+def _new_signing_key(existing: Mapping[str, Mapping[str, str]], owner: str, name: str) -> str:
+    """Make a key. `existing`: Space or Job -> its variables."""
     file = keys.signing_file(owner, name)
-    for space in existing:
-        if trusted := space.variables.get(PUBLIC_KEY):
-            problem = f"{space.repo_id} trusts {PublicKeys(trusted)}, but the key's file {file} is missing"
+    for app, variables in existing.items():
+        if trusted := variables.get(PUBLIC_KEY):
+            problem = f"{app} trusts {PublicKeys(trusted)}, but the key's file {file} is missing"
             fix = "copy it to this machine; if it is lost, run `up --unsigned` and then `up` for a new key"
             raise DeployError(f"{problem}: {fix}")
     public = make_keys(file)
@@ -334,7 +348,7 @@ def _resume(api: HfApi, arguments: Arguments) -> None:
 def _down(api: HfApi, arguments: Arguments) -> None:
     bucket = f"{arguments.owner}/{arguments.name}"
     if arguments.on == "jobs":
-        jobs.cancel(api, jobs.jobs_of(api, arguments.owner, arguments.name))
+        jobs.cancel(api, arguments.owner, arguments.name)
         print(jobs.bill(jobs.jobs_of(api, arguments.owner, arguments.name), jobs.prices(api)))
     else:
         for space in spaces_of(api, arguments.owner, arguments.name):
@@ -364,7 +378,8 @@ def _train(api: HfApi, arguments: Arguments) -> None:
             os.environ.setdefault(variable, value)
     python = [sys.executable, "-m"]
     which = ["--owner", owner, "--name", name]
-    while {"env", "replica-1"} - (found := jobs.addresses(_own_jobs(api, arguments))).keys():
+    while {"env", "replica-1"} - (found := jobs.addresses(apps := _own_jobs(api, arguments))).keys():
+        jobs.require_reachable(apps)
         print("waiting for the Jobs of environment and replica", flush=True)
         time.sleep(jobs.POLL_S)
     jobs.write_addresses(folder, found)

@@ -42,13 +42,15 @@ POLL_S = 10.0
 _ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 _CODE = "/delta-weight-sync"  # where a Job finds its app's files, read-only
 _APP = "/app"  # where it copies them to
-_FAST_S = 120  # if the last Jobs of an app fail within this time,
+_FAST_S = 900  # if the last Jobs of an app fail within this time, which their packages may take,
 _FAST_FAILURES = 3  # three of them, the app is not worth another start
 _LOG_LINES = 15
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 
 _INSTALL = "python3 -m pip install --no-cache-dir --root-user-action=ignore"
+# `trainer.deploy` needs the library, and what `trainer.spaces` imports besides.
+KEEPER_PACKAGES = f"{_INSTALL} . \"$(grep '^aiohttp' requirements.txt)\""
 # As the Makefile does on a machine without a GPU. vLLM's CPU build needs libnuma.
 _CPU = f"""apt-get update -q && apt-get install -qy libnuma1
 {_INSTALL} "$(grep '^torch==' requirements.txt)+cpu" --find-links https://download.pytorch.org/whl/cpu/torch/
@@ -107,8 +109,9 @@ def make_jobs(
         train: The trainer's arguments; None: no trainer.
         trainer_hardware: What the trainer runs on.
     """
-    if not 0 < hours <= 30 * 24:
-        raise DeployError(f"--hours {hours:g}: give a number above 0, and at most 720")
+    if not 0 < hours <= 23:
+        why = "the keeper, which ends them, is a Job, too; a later `up` goes on with the run"
+        raise DeployError(f"--hours {hours:g}: give a number above 0, and at most 23: {why}")
     made = [_of_a_space(plan, timeout_s) for plan in plans]
     variables = plans[-1].variables
     owner, _, name = variables["REPLICA_BUCKET"].removeprefix("hf://buckets/").partition("/")
@@ -121,17 +124,31 @@ def make_jobs(
         run = f"exec python3 -m trainer.deploy train {which} --run {variables['REPLICA_RUN']} -- {more}"
         signing = (SIGNING_KEY,) if PUBLIC_KEY in variables else ()
         secrets = ("HF_TOKEN", "SPACE_HF_TOKEN", "SPACE_KEY", *signing)
-        made.append(
-            JobPlan(
-                *(TRAINER, "trainer", python, f"{steps}\n{run}", unbuffered, secrets, trainer_hardware),
-                port=None,
-                timeout_s=timeout_s,
-            )
+        trainer = JobPlan(
+            app=TRAINER,
+            folder="trainer",
+            image=python,
+            script=f"{steps}\n{run}",
+            variables=unbuffered,
+            secrets=secrets,
+            hardware=trainer_hardware,
+            port=None,
+            timeout_s=timeout_s,
         )
-    script = f"{_INSTALL} .\nexec python3 -m trainer.deploy watch {which}"
-    lifetime_s = math.ceil(3600 * hours) + 600  # the keeper ends the others before its own timeout
-    rest = ("HF_TOKEN",), BASIC, None, lifetime_s
-    return [*made, JobPlan(KEEPER, "trainer", python, script, unbuffered, *rest, attempts=5)]
+        made.append(trainer)
+    keeper = JobPlan(
+        app=KEEPER,
+        folder="trainer",
+        image=python,
+        script=f"{KEEPER_PACKAGES}\nexec python3 -m trainer.deploy watch {which}",
+        variables=unbuffered,
+        secrets=("HF_TOKEN",),
+        hardware=BASIC,
+        port=None,
+        timeout_s=math.ceil(3600 * hours) + 600,  # it ends the others before its own timeout
+        attempts=5,
+    )
+    return [*made, keeper]
 
 
 def _of_a_space(plan: SpacePlan, timeout_s: int) -> JobPlan:
@@ -150,7 +167,10 @@ def _of_a_space(plan: SpacePlan, timeout_s: int) -> JobPlan:
         if not HARDWARE[plan.hardware].gpus:
             image, install, folder = dockerfile("env")["FROM"][0], _CPU, "trainer"
     return JobPlan(
-        *(app, folder, image, f"{install}\nexec {shlex.join(json.loads(program))}"),
+        app=app,
+        folder=folder,
+        image=image,
+        script=f"{install}\nexec {shlex.join(json.loads(program))}",
         variables=variables | dict(plan.variables),
         secrets=plan.secrets,
         hardware=plan.hardware,
@@ -205,32 +225,36 @@ def start(
     now = time.time()
     labels = {**MARK, "deployment": name, "up": f"{1000 * now:.0f}", "until": f"{now + 3600 * hours:.0f}"}
     places = {app: _upload(api, bucket, app, folder / app) for app in sorted({p.folder for p in plans})}
-    for plan in plans:
-        flavor: Any = plan.hardware
-        with explained(f"start a Job for {plan.app} ({plan.hardware})"):
-            job = api.run_job(
-                image=plan.image,
-                command=plan.command,
-                env=dict(plan.variables),
-                secrets={one: secrets[plan.app][one] for one in plan.secrets},
-                flavor=flavor,
-                timeout=plan.timeout_s,
-                attempts=plan.attempts,
-                name=f"{name}-{plan.app}",
-                labels={**labels, "app": plan.app},
-                volumes=[
-                    Volume(
-                        type="bucket",
-                        source=bucket,
-                        path=places[plan.folder],
-                        mount_path=_CODE,
-                        read_only=True,
-                    )
-                ],
-                expose=[plan.port] if plan.port else None,
-                namespace=owner,
-            )
-        print(f"start {plan.app} on {plan.hardware} as {job.url}", flush=True)
+    try:
+        for plan in plans:
+            flavor: Any = plan.hardware
+            with explained(f"start a Job for {plan.app} ({plan.hardware})"):
+                job = api.run_job(
+                    image=plan.image,
+                    command=plan.command,
+                    env=dict(plan.variables),
+                    secrets={one: secrets[plan.app][one] for one in plan.secrets},
+                    flavor=flavor,
+                    timeout=plan.timeout_s,
+                    attempts=plan.attempts,
+                    name=f"{name}-{plan.app}",
+                    labels={**labels, "app": plan.app},
+                    volumes=[
+                        Volume(
+                            type="bucket",
+                            source=bucket,
+                            path=places[plan.folder],
+                            mount_path=_CODE,
+                            read_only=True,
+                        )
+                    ],
+                    expose=[plan.port] if plan.port else None,
+                    namespace=owner,
+                )
+            print(f"start {plan.app} on {plan.hardware} as {job.url}", flush=True)
+    except BaseException:  # without the keeper, which comes last, nobody would end the others
+        cancel(api, owner, name)
+        raise
 
 
 def _upload(api: HfApi, bucket: str, app: str, folder: Path) -> str:
@@ -285,23 +309,46 @@ def is_running(job: Any) -> bool:
     return job.status.stage not in _ENDED
 
 
-def cancel(api: HfApi, jobs: Iterable[Any]) -> None:
-    """Cancel those that have not ended, the keeper first, so that it starts none of them again."""
-    for job in sorted(filter(is_running, jobs), key=lambda job: job.labels["app"] != KEEPER):
-        what = f"cancel the Job {job.id} of {job.labels['app']}"
-        make_change(what, api.cancel_job, job_id=job.id, namespace=job.owner.name)
+def cancel(api: HfApi, owner: str, name: str, *, keeper: bool = True) -> None:
+    """Cancel a deployment's Jobs that have not ended: first the keeper, which starts Jobs again, then those
+    that it leaves. `keeper`: whether to cancel the keeper, too.
+
+    Raises `DeployError` if the Hub refuses, once it has been asked for all of them.
+    """
+    refused: list[str] = []
+    for of_keeper in (True, False) if keeper else (False,):
+        for job in filter(is_running, jobs_of(api, owner, name)):
+            if (job.labels["app"] == KEEPER) == of_keeper:
+                try:
+                    what = f"cancel the Job {job.id} of {job.labels['app']}"
+                    make_change(what, api.cancel_job, job_id=job.id, namespace=owner)
+                except DeployError as error:
+                    refused.append(str(error))
+    left = [job.id for job in jobs_of(api, owner, name) if is_running(job)] if refused else []
+    if left:
+        raise DeployError(f"{'; '.join(refused)}. Run `down` again: {', '.join(left)} still run, and cost")
 
 
 def addresses(apps: Mapping[str, Sequence[Any]]) -> dict[str, str]:
-    """App -> the URL of its running Job. Raises `DeployError` if the Hub exposes no port of it."""
+    """App -> the URL of its running Job, if the Hub has exposed its port."""
     found: dict[str, str] = {}
     for app, jobs in apps.items():
-        if app not in (TRAINER, KEEPER) and jobs[-1].status.stage == "RUNNING":
-            if not (urls := jobs[-1].status.expose_urls):
-                fix = "cancel it and run `up` again"
-                raise DeployError(f"the Job {jobs[-1].id} of {app} exposes no port: {fix}")
-            found[app] = urls[0].rstrip("/")
+        status = jobs[-1].status
+        if app not in (TRAINER, KEEPER) and status.stage == "RUNNING" and status.expose_urls:
+            found[app] = status.expose_urls[0].rstrip("/")
     return found
+
+
+def require_reachable(apps: Mapping[str, Sequence[Any]]) -> None:
+    """Raise `DeployError` if waiting for the address of an environment or a replica cannot help."""
+    for app, (*_, job) in apps.items():
+        if app in (TRAINER, KEEPER):
+            continue
+        if job.status.stage == "RUNNING" and not job.status.expose_urls:
+            fix = "cancel it and run `up` again"
+            raise DeployError(f"the Job {job.id} of {app} exposes no port: {fix}")
+        if job.status.stage in ("CANCELED", "COMPLETED"):
+            raise DeployError(f"the Job {job.id} of {app} has ended ({job.status.stage}): run `up` again")
 
 
 def write_addresses(folder: Path, found: Mapping[str, str]) -> None:
@@ -338,9 +385,11 @@ def wait_until_healthy(api: HfApi, owner: str, name: str, secrets: Sequence[str]
         served = {app: jobs for app, jobs in apps.items() if app not in (TRAINER, KEEPER)}
         urls = addresses(served)
         hub.send_key_to_urls(urls.values())
-        for app, (*_, job) in served.items():
+        for *_, job in served.values():
             if not is_running(job):
                 raise DeployError(masked(_failure(api, job), secrets))
+        require_reachable(served)
+        for app, (*_, job) in served.items():
             answer = spaces.Answer(str(job.status.stage))
             if app in urls:
                 try:
@@ -396,8 +445,7 @@ def watch(
         sleep(poll_s)
     if not apps:
         raise DeployError(f"{owner} has no Jobs of {name}: run `up --on jobs`")
-    jobs = jobs_of(api, owner, name)
-    cancel(api, (job for job in jobs if job.labels["app"] != KEEPER))
+    cancel(api, owner, name, keeper=False)
     print(bill(jobs_of(api, owner, name), prices(api)), flush=True)
     if reason.startswith(_FAILED):
         raise DeployError(f"{reason}: see `logs`, then run `up` again")
@@ -437,8 +485,12 @@ def _start_again(api: HfApi, jobs: Sequence[Any]) -> None:
         return
     with explained(f"start {app} again"):
         new = api.rerun_job(job_id=last.id, namespace=last.owner.name)
-        if new.labels != last.labels:  # otherwise the next round would not find it, and start another one
-            api.update_job_labels(job_id=new.id, labels=last.labels, namespace=last.owner.name)
+        if new.labels != last.labels:
+            try:
+                api.update_job_labels(job_id=new.id, labels=last.labels, namespace=last.owner.name)
+            except Exception:  # without its labels, no later round would find it, and end it
+                api.cancel_job(job_id=new.id, namespace=last.owner.name)
+                raise
     why = last.status.message or "no reason"
     print(
         f"watch: started {app} again as {new.id}; {last.id} had ended ({last.status.stage}: {why})",
@@ -467,7 +519,7 @@ def bill(jobs: Sequence[Any], known: Mapping[str, float]) -> str:
         hardware = " ".join(sorted({str(job.flavor) for job in own}))
         rows.append((app, str(len(own)), str(sum(minutes)), hardware, f"{usd:.4f}"))
     since = f" since {jobs[0].created_at:%Y-%m-%d %H:%M} UTC" if jobs else ""
-    return f"{_aligned(rows)}\nspent ${total:.4f}{since} ({DOCS}; the Hub's own bill counts)"
+    return f"{_aligned(rows)}\nspent at least ${total:.4f}{since} ({DOCS}; the Hub's own bill counts)"
 
 
 def table(apps: Mapping[str, Sequence[Any]], known: Mapping[str, float]) -> str:
