@@ -51,8 +51,8 @@ class Engine(ABC):
         """Stage delta files, in this order, while the engine generates; then commit them between two steps.
 
         On success, the live weights have `digest`, later tokens have `label`, new requests reuse no older
-        prefix, and running requests continue with the new weights. On an error, the weights, the label and
-        the prefixes are as they were.
+        prefix, and running requests continue with the new weights. On an error, the weights and the label are
+        as they were; prefixes may be forgotten.
         """
 
     @abstractmethod

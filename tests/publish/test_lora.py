@@ -79,9 +79,10 @@ def url(tmp_path: Path) -> str:
         {"autocast": False},
         {"target_modules": ["q_proj", "down_proj"], "use_rslora": True},
         {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"k_proj": 5}},
+        {"alpha_pattern": {"self_attn.q_proj": 5, "q_proj": 3}},  # the first that fits counts
         {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
     ],
-    ids=["float32", "bf16", "rslora", "patterns", "head, embedding"],
+    ids=["float32", "bf16", "rslora", "patterns", "overlapping patterns", "head, embedding"],
 )
 def test_peft_loads_a_checkout_with_the_bits_that_were_published(options, url, tmp_path):
     model = adapt(**options)
@@ -146,6 +147,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: adapt(target_modules=["q_proj"], trainable_token_indices=[3]),
         r"has trainable_token_indices=\[3\]",
     ),
+    "LoRA-GA": (lambda: with_start(adapt(), "lora_ga"), "has init_lora_weights='lora_ga'"),
     "PiSSA": (lambda: adapt(init_lora_weights="pissa"), "has init_lora_weights='pissa'"),
     "IA3": (
         lambda: get_peft_model(
@@ -172,6 +174,11 @@ def scaled(model: Any) -> Any:
     return model
 
 
+def with_start(model: Any, name: str) -> Any:
+    model.peft_config["default"].init_lora_weights = name
+    return model
+
+
 def two(model: Any) -> Any:
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     model.base_model.set_adapter(["default", "second"])
@@ -191,6 +198,26 @@ def test_what_no_server_computes_alike_is_refused_before_anything_is_published(c
     with pytest.raises(ConfigError, match=sentence), Publisher(url, adapter=True) as publisher:
         publisher.publish(model)
     assert open_run(url).newest() is None
+
+
+def test_a_run_does_not_go_back_to_an_untrained_adapter(url):
+    """Its digest is not that of version 0, because each start draws another one."""
+    model = adapt()
+    with Publisher(url, adapter=True) as publisher:
+        publisher.publish(model)
+        move(model, 1)
+        publisher.publish(model)
+    torch.manual_seed(1)
+    with pytest.raises(ConfigError, match="fresh=True"), Publisher(url, adapter=True) as publisher:
+        publisher.publish(adapt())
+    assert open_run(url).newest().version == 1
+    with Publisher(url, adapter=True) as publisher:
+        publisher.publish(model)
+        move(model, 2)
+        publisher.publish(model)
+    with Publisher(url, adapter=True, fresh=True) as publisher:
+        publisher.publish(adapt())
+    assert open_run(url).newest().version == 4
 
 
 def test_the_adapter_of_a_quantized_base_is_published_with_the_names_of_the_active_one(url, tmp_path):

@@ -138,6 +138,36 @@ def test_a_folder_stays_as_long_as_a_request_refers_to_its_version(engine, clien
     assert {str(each) for each in (tmp_path / "adapters").iterdir()} >= kept
 
 
+def test_a_version_that_a_request_still_needs_is_not_loaded_a_second_time(engine, client, tmp_path):
+    """For vLLM, two adapters of one name are one."""
+    serve(engine, client, tmp_path, range(1))
+    request = client.lora_requests["policy"]
+    serve(engine, client, tmp_path, range(1, 4))
+    assert "policy@0" not in client.lora_requests
+    serve(engine, client, tmp_path, range(1))  # a pin
+    assert client.lora_requests["policy@0"] is client.lora_requests["policy"] is request
+    engine.take_checkpoint(*checkpoint(tmp_path / "made", 9), label(0))  # of another writer
+    assert client.lora_requests["policy"] is not request
+    names = [loaded.lora_name for loaded in client.loaded.values()]
+    assert len(names) == len({*names})
+
+
+def test_a_removal_that_fails_undoes_no_version(engine, client, tmp_path, monkeypatch):
+    serve(engine, client, tmp_path, range(4))
+    first = min(client.loaded)
+
+    async def fail(_: int) -> bool:
+        raise RuntimeError("not now")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(client, "remove_lora", fail)
+        serve(engine, client, tmp_path, range(4, 6))
+    assert first in client.loaded
+    serve(engine, client, tmp_path, range(6, 8))
+    assert first not in client.loaded
+    assert len([*(tmp_path / "adapters").iterdir()]) <= len(client.loaded) + 1
+
+
 def test_a_version_that_vllm_does_not_load_or_place_is_not_served(engine, client, tmp_path):
     serve(engine, client, tmp_path, range(1))
     served = dict(client.lora_requests)

@@ -21,6 +21,7 @@ from delta_weight_sync.checkpoint import ADAPTER_CONFIG
 from delta_weight_sync.errors import ConfigError, ProtocolError
 from delta_weight_sync.publish.adapters import unwrapped
 from delta_weight_sync.publish.names import plain_name
+from delta_weight_sync.publish.sharding import local
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.scratch import Scratch
@@ -38,7 +39,7 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_qalora": (False,),
     "use_bdlora": (None, False, {}),
     # The other ways change the base's weights.
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 _TENSORS: Final = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
 # Fields that say what the tensors mean. They stay the same in a run, because its versions share one config.
@@ -67,10 +68,16 @@ class Adapter:
         name = str(self.config.get("base_model_name_or_path") or "")
         return Path(name).resolve().name if Path(name).is_dir() else name
 
+    def is_untrained(self) -> bool:
+        """Whether the adapter changes nothing yet: PEFT starts with one of its two factors as zeros."""
+        zeros = (tensor for name, tensor in self if name.endswith(("lora_B.weight", "lora_embedding_A")))
+        return not any(local(tensor).any() for tensor in zeros)
+
     def require_same_meaning(self, before: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if the tensors mean something else than with the config `before`."""
         for key in _MEANING:
-            if self.config.get(key) != before.get(key):
+            # Of overlapping patterns the first one counts, so their order means something, too.
+            if json.dumps(self.config.get(key)) != json.dumps(before.get(key)):
                 raise ConfigError(
                     f"the adapter has {key}={self.config.get(key)!r}, but the run has {before.get(key)!r}:"
                     " choose another run name"
@@ -78,7 +85,7 @@ class Adapter:
 
     def write_config(self, folder: Path) -> None:
         """Write `adapter_config.json`, with the same bytes in every process."""
-        text = json.dumps(self.config, indent=2, sort_keys=True)
+        text = json.dumps(self.config, indent=2)
         (folder / ADAPTER_CONFIG).write_text(text)
 
 

@@ -215,8 +215,7 @@ class Publisher:
         """
         self._require_open()
         with self._peers.fail_together():
-            if self._peers.main or not self._adapter:
-                weights = self._taken(weights)
+            weights = self._taken(weights) if self._peers.main or not self._adapter else {}
             step = arguments.whole_step(step, 0)
         plan = self._planned(weights)
         with self._peers.fail_together():
@@ -265,10 +264,7 @@ class Publisher:
             last = earlier.sync if earlier else self.sync
             sync = last + 1 if step is None else arguments.whole_step(step, newest)
         if earlier and earlier.version > 0 and not self._fresh:
-            with self._peers.fail_together():
-                known = (self.reader, self._start, self._outbox.specs)
-                untrained = restarts.untrained_digest(*known) if self._peers.main else ""
-            self._outbox.refused = self._peers.exchange(untrained)[0]
+            self._outbox.refused = self._refused(weights)
         self.sync = sync
         self._has_version = True
         first = not self._begun
@@ -498,6 +494,18 @@ class Publisher:
             raise errors.ConfigError(
                 "this Publisher is closed: publish inside of its `with` block, or open another Publisher"
             )
+
+    def _refused(self, weights: Model) -> str:
+        """The digest of untrained weights, with which a run that has trained ones may not go on. All ranks
+        call this together."""
+        if isinstance(weights, lora.Adapter):  # each start draws other ones
+            untrained = all(self._peers.exchange(weights.is_untrained()))
+            return self.digest(weights) if untrained else ""
+        with self._peers.fail_together():
+            known = (self.reader, self._start, self._outbox.specs)
+            digest = restarts.untrained_digest(*known) if self._peers.main else ""
+        refused: str = self._peers.exchange(digest)[0]
+        return refused
 
     def _taken(self, weights: Model) -> Model:
         """What `publish` got, once it is checked: of a run that publishes an adapter, the adapter."""

@@ -18,6 +18,7 @@ from delta_weight_sync.errors import CompatibilityError, ConfigError, DeltaWeigh
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.sglang import hooks
+from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm import routes
 from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.follower import Follower
@@ -26,6 +27,7 @@ from delta_weight_sync.vllm.server import PREFIX, Settings, check, settings_from
 _SCHEDULER: Final = "sglang.srt.managers.scheduler"
 _LOADER: Final = "sglang.srt.model_loader.loader"
 _NAME: Final = "delta_weight_sync"
+_reporting = Guard("the replica's status")
 # SGLang's options (as SGLang has resolved them) that rule out commits unless they have one of these values.
 _TAKEN: Final[Mapping[str, tuple[object, ...]]] = {
     # Each rank would have a part of the weights, and would have to commit in the same step.
@@ -33,6 +35,8 @@ _TAKEN: Final[Mapping[str, tuple[object, ...]]] = {
     "pp_size": (1,),
     "dp_size": (1,),
     "nnodes": (1,),
+    # Other processes would serve HTTP, without the status.
+    "tokenizer_worker_num": (1,),
     "enable_pdmux": (False,),
     # The weights that SGLang computes with are not those of the run.
     "quantization": (None,),
@@ -124,6 +128,8 @@ def _add_route(app: FastAPI, state: Any) -> None:
         if running is None:
             raise HTTPException(503, "SGLang is starting: repeat the request")
         (found,) = await running.tokenizer_manager.get_internal_state()
+        if _NAME not in found:
+            raise HTTPException(503, "the replica could not report: SGLang's log says why")
         report: dict[str, Any] = found[_NAME]
         return {**report, "commits": [each for each in report["commits"] if each["version"] > after]}
 
@@ -182,7 +188,8 @@ def _keyed(request: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def _with_status(answer: Any, scheduler: Any, _: Any) -> Any:
-    answer.internal_state[_NAME] = scheduler.delta_weight_sync.follower.report(-1).model_dump(mode="json")
+    with _reporting:
+        answer.internal_state[_NAME] = scheduler.delta_weight_sync.follower.report(-1).model_dump(mode="json")
     return answer
 
 

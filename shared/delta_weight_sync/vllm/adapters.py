@@ -33,6 +33,7 @@ from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.engine import Dtypes, Shapes, Times
 from delta_weight_sync.errors import CodecError, EngineError, RouteError
 from delta_weight_sync.reader import apply_delta
+from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm import hooks
 from delta_weight_sync.vllm.engine import Engine
 
@@ -42,7 +43,8 @@ _BASE: Final = "start vLLM with the base of the adapter as model"
 
 
 class Version(LoRARequest, weakref=True, dict=True, array_like=True, omit_defaults=True):  # type: ignore[call-arg]
-    """A version as vLLM knows it. Its attribute `label` is the label of its tokens: see `engine.label_of`."""
+    """A version as vLLM knows it. Its attribute `label` is the label of its tokens, see `engine.label_of`;
+    `digest` is that of its tensors."""
 
 
 class AdapterEngine(Engine):
@@ -67,7 +69,10 @@ class AdapterEngine(Engine):
         self._folder.mkdir()
         self._served: dict[str, Version] = {}  # by name, oldest first
         self._unused: list[tuple[int, Path]] = []  # id and folder of versions that no request needs
-        self._newest: Path | None = None
+        self._newest: Version | None = None
+        # Also those to which only requests refer. vLLM takes two adapters of one name for the same one.
+        self._alive = weakref.WeakValueDictionary[str, Version]()
+        self._guard = Guard("the removal of adapters that no request needs")
 
     def describe(self) -> str:
         """The release of vLLM, and how many versions it serves at the same time."""
@@ -116,7 +121,7 @@ class AdapterEngine(Engine):
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:
         """Serve the version that delta files lead to from the newest one."""
         assert self._newest is not None, "a follower joins a version before it takes a delta"
-        return self._serve(self._newest, deltas, digest, label)
+        return self._serve(Path(self._newest.lora_path), deltas, digest, label)
 
     def take_checkpoint(self, folder: Path, digest: str, label: str) -> Times:
         """Serve the version in a folder."""
@@ -125,46 +130,62 @@ class AdapterEngine(Engine):
     def relabel(self, label: str) -> None:
         """Serve the newest adapter as another version, too."""
         assert self._newest is not None, "a follower joins a version before it renames it"
-        self._serve(self._newest, (), "", label)
+        self._serve(Path(self._newest.lora_path), (), self._newest.digest, label)
 
     def _serve(self, source: Path, deltas: Sequence[Path], digest: str, label: str) -> Times:
-        """Copy a version's folder, apply deltas to the copy, check its digest, and serve it."""
+        """Copy a version's folder, apply deltas to the copy, check its digest, and serve it. A version that
+        some request still needs is served as it is."""
         started = time.perf_counter()
         name = f"{self._name}@{json.loads(label)['version']}"
+        unused = self._unused  # before vLLM is called: see `_forget`
+        self._unused = []
+        try:
+            version = self._alive.get(name)
+            if version is None or version.digest != digest:
+                version = self._made(name, source, deltas, digest, label)
+            ready = time.perf_counter()
+            self._wait(self._answer_with(name, version))
+        except BaseException:
+            self._unused += unused
+            raise
+        self._newest = version
+        took = time.perf_counter() - ready
+        live_at = time.time()
+        with self._guard:
+            self._wait(self._forget(unused))
+        self._unused += unused
+        return ready - started, took, took, live_at
+
+    def _made(self, name: str, source: Path, deltas: Sequence[Path], digest: str, label: str) -> Version:
+        """Write a version to a folder of its own, and load it."""
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
         try:
             shutil.copytree(source, folder, dirs_exist_ok=True)
             state = map_bits(folder / ADAPTER, "r+")
             for path in deltas:
                 apply_delta(state, path)
-            if digest and (found := to_hex(state_digest(state))) != digest:
+            if (found := to_hex(state_digest(state))) != digest:
                 raise EngineError(
                     f"{name} has digest {found}, but {digest} was published; it is not served",
                     CodecError.kind,
                 )
-            ready = time.perf_counter()
-            unused = self._unused  # before vLLM is called: see `_forget`
-            self._unused = []
-            try:
-                self._wait(self._load(name, folder, label))
-            except BaseException:
-                self._unused += unused
-                raise
+            number = self._models.lora_id_counter.inc(1)
+            own = f"{name}.{number}" if name in self._alive else name
+            version = Version(lora_name=own, lora_int_id=number, lora_path=str(folder))
+            version.label = label
+            version.digest = digest
+            self._wait(self._load(version))
         except BaseException:
             shutil.rmtree(folder)
             raise
-        self._newest = folder
-        took = time.perf_counter() - ready
-        live_at = time.time()
-        self._wait(self._forget(unused))
-        return ready - started, took, took, live_at
+        self._alive[name] = version
+        weakref.finalize(version, self._unused_now, number, folder).atexit = False
+        return version
 
-    async def _load(self, name: str, folder: Path, label: str) -> None:
-        """Load a version, and let it answer. Runs in the server's event loop, as all that uses `_models`."""
-        known = self._models.lora_requests
-        number = self._models.lora_id_counter.inc(1)
-        version = Version(lora_name=name, lora_int_id=number, lora_path=str(folder))
-        version.label = label
+    async def _load(self, version: Version) -> None:
+        """Load a version. Runs in the server's event loop, as all that uses `_models`."""
+        name = version.lora_name
+        number = version.lora_int_id
         try:
             await self._client.add_lora(version)
             self._require_fit(name, await self._call("fits", adapter=number))
@@ -175,7 +196,10 @@ class AdapterEngine(Engine):
                 raise
             why = next(iter(str(error).strip().splitlines()[-1:]), type(error).__name__)
             raise EngineError(f"vLLM does not load {name} ({why}): {_BASE}", RouteError.kind) from None
-        weakref.finalize(version, self._unused_now, number, folder).atexit = False
+
+    async def _answer_with(self, name: str, version: Version) -> None:
+        """Let a loaded version answer later requests, as `name` and as the newest one."""
+        known = self._models.lora_requests
         self._served.pop(name, None)
         self._served[name] = version
         known[name] = version
@@ -191,9 +215,11 @@ class AdapterEngine(Engine):
     async def _forget(self, unused: list[tuple[int, Path]]) -> None:
         """Unload versions that no request needed before vLLM loaded another. vLLM handles calls in order, so
         by now it has stopped requests that clients gave up."""
-        for number, folder in unused:
+        while unused:
+            number, folder = unused[0]
             await self._client.remove_lora(number)
             shutil.rmtree(folder, ignore_errors=True)
+            del unused[0]
 
     def _room(self) -> int:
         """How many versions are served by their names: those that vLLM keeps in memory."""

@@ -367,7 +367,7 @@ class Follower:
         """Raise `EngineError` if vLLM was not started for what this run publishes."""
         if manifest.anchor.is_adapter == self._engine.adapters:
             return
-        what = "whole weights: start vLLM without --enable-lora"
+        what = f"whole weights: start {self._engine.what} without --enable-lora"
         if manifest.anchor.is_adapter:
             what = "an adapter: start vLLM 0.32 or newer with the adapter's base as model, and --enable-lora"
         raise errors.EngineError(f"run {manifest.run!r} publishes {what}", errors.CodecError.kind)
