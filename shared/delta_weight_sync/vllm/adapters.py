@@ -195,7 +195,10 @@ class AdapterEngine(Engine):
             if isinstance(error, EngineError):
                 raise
             why = next(iter(str(error).strip().splitlines()[-1:]), type(error).__name__)
-            raise EngineError(f"vLLM does not load {name} ({why}): {_BASE}", RouteError.kind) from None
+            problem = f"vLLM does not load {name} ({why})"
+            if "ValueError" in why:  # so vLLM says that an adapter does not fit
+                raise EngineError(f"{problem}: {_BASE}", RouteError.kind) from None
+            raise EngineError(problem) from None
 
     async def _answer_with(self, name: str, version: Version) -> None:
         """Let a loaded version answer later requests, as `name` and as the newest one."""
