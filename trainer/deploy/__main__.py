@@ -21,7 +21,7 @@ from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
 from trainer.deploy import DeployError, hub, jobs, keys, page
 from trainer.deploy.doctor import Setup, examine
 from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
-from trainer.deploy.plan import CHECKOUT, MARK, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, stage_page, write
+from trainer.deploy.plan import CHECKOUT, MARK, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, write
 
 Arguments = argparse.Namespace
 _CONFIG = CHECKOUT / "trainer" / "configs" / "qwen3_0_6b.yaml"
@@ -247,11 +247,11 @@ def _up_page(api: HfApi, arguments: Arguments) -> None:
     spaces_of(api, owner, name)  # raises if the Space is not ours
     with tempfile.TemporaryDirectory() as staged:
         source = Path(arguments.static)
-        if page.is_run(arguments.static):
+        if "://" in arguments.static:  # a run
             source = Path(staged, "exported")
             page.export(arguments.static, source)
         folder = Path(staged, plan.folder)
-        stage_page(source, folder)
+        page.stage(source, folder)
         page.name_card(folder, f"{api.endpoint}/spaces/{plan.repo_id}")
         hub.put_space(api, plan, folder, {})
     url = hub.read_space(api, plan.repo_id).url

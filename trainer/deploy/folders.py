@@ -13,8 +13,8 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.deploy import DeployError
-from trainer.deploy.plan import APPS, CHECKOUT, git_files, stage, stage_page
+from trainer.deploy import DeployError, page
+from trainer.deploy.plan import APPS, CHECKOUT, git_files, stage
 
 Stage = Callable[[Path], None]
 NAMES = {"env": "wordle-env", "replica": "wordle-replica", "page": "wordle-page"}  # of the folders
@@ -56,7 +56,7 @@ def _stage_page(out: Path) -> None:
     """Write the replica in a browser, without what git ignores, such as a build's files."""
     if untracked := git_files("--others", "web/*"):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
-    stage_page(CHECKOUT / "web", out)
+    page.stage(CHECKOUT / "web", out)
     for ignored in git_files("--others", "--ignored", "web/*"):
         (out / Path(ignored).relative_to("web")).unlink(missing_ok=True)
     for folder in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):

@@ -1,6 +1,7 @@
-"""A static Space from a run: its dashboard with the replica in a browser, and the picture of links to it."""
+"""A static Space: its files, from a folder or of a run, and the picture of links to it."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +9,28 @@ from pathlib import Path
 from trainer.deploy import DeployError
 from trainer.deploy.plan import CHECKOUT
 
+_README = "---\ntitle: Delta Weight Sync\nsdk: static\n---\n"
 CARD = "card.png"  # 1200 x 630 pixels; the meta tags of web/index.html and of exported pages name it
 _TAG = re.compile(rf'(<meta property="og:image" content=")[^"]*({CARD}")')
 
 
-def is_run(text: str) -> bool:
-    """Whether the value of `--static` is the URL of a run, and not a folder."""
-    return "://" in text
+def stage(folder: Path, out: Path) -> None:
+    """Copy the files of a static Space to `out`, a new folder. Skips hidden files and node_modules.
+
+    Follows links. Adds a README.md if there is none. Raises `DeployError` if the Hub could not show the page.
+    """
+    readme = folder / "README.md"
+    if not (folder / "index.html").is_file():
+        fix = "name `web`, a run, or a folder that `python -m inference_space.dashboard --export` wrote"
+        raise DeployError(f"--static {folder} has no index.html: {fix}")
+    if readme.exists() and "sdk: static" not in readme.read_text(errors="replace"):
+        raise DeployError(f"{readme} lacks `sdk: static`: write it between two lines of ---")
+    try:
+        shutil.copytree(folder, out, ignore=shutil.ignore_patterns(".*", "node_modules"))
+    except shutil.Error as error:  # such as a link that leads nowhere
+        raise DeployError(f"--static {folder}: {error.args[0][0][2]}: remove it") from None
+    if not readme.exists():
+        (out / "README.md").write_text(_README)
 
 
 def export(run: str, folder: Path) -> None:

@@ -39,7 +39,6 @@ _FILES: dict[App, tuple[str, ...]] = {  # git's patterns, in which `*` also matc
 _AT_THE_ROOT = re.compile(
     r"(env|inference)_space/(README\.md|Dockerfile|requirements\.lock|openenv\.yaml|openenv_probe\.json)"
 )
-_CARD = "---\ntitle: Delta Weight Sync\nsdk: static\n---\n"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -103,25 +102,6 @@ def _serving(hardware: str) -> dict[str, str]:
     # A CPU serves only the tiny policy, with the sizes that `make demo` gives it.
     sizes = {"REPLICA_MAX_MODEL_LEN": "256", "REPLICA_MAX_NUM_SEQS": "64", "OMP_NUM_THREADS": "1"}
     return {**sizes, "REPLICA_VLLM_ARGS": f"--kv-cache-memory-bytes {64 << 20}"}
-
-
-def stage_page(folder: Path, out: Path) -> None:
-    """Copy the files of a static Space to `out`, a new folder. Skips hidden files and node_modules.
-
-    Follows links. Adds a README.md if there is none. Raises `DeployError` if the Hub could not show the page.
-    """
-    readme = folder / "README.md"
-    if not (folder / "index.html").is_file():
-        fix = "name `web`, a run, or a folder that `python -m inference_space.dashboard --export` wrote"
-        raise DeployError(f"--static {folder} has no index.html: {fix}")
-    if readme.exists() and "sdk: static" not in readme.read_text(errors="replace"):
-        raise DeployError(f"{readme} lacks `sdk: static`: write it between two lines of ---")
-    try:
-        shutil.copytree(folder, out, ignore=shutil.ignore_patterns(".*", "node_modules"))
-    except shutil.Error as error:  # such as a link that leads nowhere
-        raise DeployError(f"--static {folder}: {error.args[0][0][2]}: remove it") from None
-    if not readme.exists():
-        (out / "README.md").write_text(_CARD)
 
 
 def stage(app: App, out: Path) -> None:
