@@ -252,7 +252,7 @@ def start(
                     namespace=owner,
                 )
             print(f"start {plan.app} on {plan.hardware} as {job.url}", flush=True)
-    except BaseException:  # without the keeper, which comes last, nobody would end the others
+    except BaseException:  # the keeper comes last; without it the Jobs so far would run on
         cancel(api, owner, name)
         raise
 
