@@ -423,8 +423,8 @@ def test_states_are_minutes_apart_and_take_a_tenth_of_the_time_at_most(
         loop.publisher.flush()
         loop.publish()
         states = loop.publisher.reader.bucket.list("runs/run/state/")
-        sent = loop.publisher.reader.bucket.ledger.sent
+        ledger = loop.publisher.reader.bucket.ledger
     assert done == saved_at
     events = RunLogReader(open_bucket(url.partition("#")[0]), "run").poll()
     *_, last = (event for event in events if isinstance(event, TrafficEvent))
-    assert sum(info.size for info in states) < last.sent["states"] < sum(last.sent.values()) <= sent
+    assert sum(info.size for info in states) < last.sent["states"] < sum(last.sent.values()) <= ledger.sent

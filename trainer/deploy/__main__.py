@@ -88,10 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("arguments", nargs="*", help="arguments of trainer.train, after `--`")
     found = command("addresses", _addresses, "write the URLs of the running Jobs to files, again and again")
     found.add_argument("folder", type=Path, help="gets the files env, replicas and all")
-    doctor = command("doctor", _doctor, "check everything that a deployment needs")
+    doctor = on(command("doctor", _doctor, "check everything that a deployment needs"))
     doctor.add_argument("--config", type=Path, default=_CONFIG, help="trainer config (default: Qwen3-0.6B's)")
     doctor.add_argument("--model", help="a Hub id, or the folder of a checkpoint; by default the config's")
-    doctor.add_argument("--hardware", choices=GPUS, default="l4x1", help="GPUs of a replica (default: l4x1)")
+    doctor.add_argument("--hardware", choices=HARDWARE, default="l4x1", help=hardware)
     return parser
 
 
@@ -104,8 +104,7 @@ def _up(api: HfApi, arguments: Arguments) -> None:
         return
     owner = arguments.owner
     name = arguments.name
-    if arguments.hardware not in GPUS:
-        raise DeployError(f"--hardware {arguments.hardware!r} is no GPU of Spaces: choose {', '.join(GPUS)}")
+    _require_gpu(arguments.hardware)
     if arguments.train is not None:
         raise DeployError("--train: a Space cannot run the trainer: add --on jobs, or start it by hand")
     options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
@@ -174,7 +173,9 @@ def _up_jobs(api: HfApi, arguments: Arguments) -> None:
         jobs.write(plans, folder)
         print(f"{folder} holds the files that `up` would upload, and jobs.json; nothing was changed")
         return
-    hub.Account(api).require_write(owner)
+    account = hub.Account(api)
+    account.require_write(owner)
+    account.require_jobs(owner)
     token = os.environ.get("SPACE_HF_TOKEN", "")
     hub.require_read_only(api, token)
     key = keys.ensure_space_key(owner)
@@ -416,8 +417,18 @@ def _doctor(api: HfApi, arguments: Arguments) -> None:
     config = yaml.safe_load(arguments.config.read_text())
     if not (model := arguments.model or config.get("model")):
         raise DeployError(f"{arguments.config} names no model: add --model")
-    if not examine(Setup(api, arguments.owner, arguments.name, model, arguments.hardware, token, config)):
+    on_jobs = arguments.on == "jobs"
+    if not on_jobs:
+        _require_gpu(arguments.hardware)
+    deployment = arguments.owner, arguments.name
+    if not examine(Setup(api, *deployment, model, arguments.hardware, token, config, on_jobs)):
         sys.exit(1)
+
+
+def _require_gpu(hardware: str) -> None:
+    """Raise `DeployError` unless it is hardware of Spaces with a GPU."""
+    if hardware not in GPUS:
+        raise DeployError(f"--hardware {hardware!r} is no GPU of Spaces: choose {', '.join(GPUS)}")
 
 
 def _own(api: HfApi, arguments: Arguments, *, page: bool) -> list[Space]:

@@ -25,7 +25,7 @@ from delta_weight_sync.cost import HARDWARE
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.trl import hooks
-from trainer.deploy import DeployError, hub, keys
+from trainer.deploy import DeployError, hub, jobs, keys
 from trainer.deploy.hub import explained
 
 _GB = 10**9
@@ -51,14 +51,23 @@ class Setup:
     hardware: str  # of each replica
     space_token: str  # SPACE_HF_TOKEN; may be empty
     config: dict[str, Any]  # the trainer's settings
+    on_jobs: bool = False  # whether the apps run as Jobs, and not on Spaces
 
     def __post_init__(self) -> None:
         with ThreadPoolExecutor() as pool:
             self.account: Future[hub.Account] = pool.submit(hub.Account, self.api)
             self.weights: Future[int] = pool.submit(_weights, self.api, self.model)
             self.owner = self.owner or self.account.result().name
-            # Empty before the first `up`.
-            self.spaces: Future[list[hub.Space]] = pool.submit(hub.spaces_of, self.api, self.owner, self.name)
+            deployment = self.api, self.owner, self.name
+            # Both are empty before the first `up`, and one of them always.
+            self.spaces: Future[list[hub.Space]]
+            self.jobs: Future[list[Any]]
+            if self.on_jobs:
+                self.spaces = pool.submit(list)
+                self.jobs = pool.submit(jobs.jobs_of, *deployment)
+            else:
+                self.spaces = pool.submit(hub.spaces_of, *deployment)
+                self.jobs = pool.submit(list)
 
 
 def _weights(api: HfApi, model: str) -> int:
@@ -96,6 +105,8 @@ def examine(setup: Setup) -> bool:
 def _token(setup: Setup) -> str:
     account = setup.account.result()
     account.require_write(setup.owner)
+    if setup.on_jobs:
+        account.require_jobs(setup.owner)
     return f"the token of {account.name} ({account.role}) may write for {setup.owner}"
 
 
@@ -109,6 +120,12 @@ def _space_token(setup: Setup) -> str:
 
 def _plan(setup: Setup) -> str:
     owner = setup.owner
+    if setup.on_jobs:
+        jobs.require_client(setup.api)
+        known = jobs.prices(setup.api)
+        jobs.require_hardware("--hardware", setup.hardware, known)
+        cost = f"a replica costs ${known[setup.hardware]:.2f} per hour"
+        return f"Jobs need no plan, but credits, which only {hub.BILLING} shows; {cost}"
     account = setup.account.result()
     payer = account.orgs.get(owner, account.who)
     paid = ("isPro",) if payer is account.who else ("plan", "isEnterprise")  # fields that show a paid plan
@@ -153,17 +170,20 @@ def _signatures(setup: Setup) -> str:
     signer = in_file[0] if in_file else ""  # a public key
     if in_environment:
         signer = in_environment.public
-    replicas = [space for space in setup.spaces.result() if space.is_replica]
+    replicas = {space.repo_id: space.variables for space in setup.spaces.result() if space.is_replica}
+    for app, (*_, job) in jobs.latest(setup.jobs.result()).items():
+        if app.startswith("replica"):
+            replicas[f"the Job {job.id}"] = job.environment or {}
     if not replicas:
         return "there is no replica yet; `up` makes them check signatures"
-    trusted = {space.repo_id: space.variables.get(signing.PUBLIC_KEY) for space in replicas}
+    trusted = {name: variables.get(signing.PUBLIC_KEY) for name, variables in replicas.items()}
     if not any(trusted.values()):
         return "no replica checks signatures; `up` without --unsigned changes that"
     if not signer:
         raise DeployError(f"the signing key is missing: copy {file} from the machine where `up` made it")
-    for repo_id, public in trusted.items():
+    for name, public in trusted.items():
         if signer not in (public or "").split(","):
-            problem = f"{repo_id} trusts {public or 'every version'}, but this machine signs with {signer}"
+            problem = f"{name} trusts {public or 'every version'}, but this machine signs with {signer}"
             raise DeployError(f"{problem}: run `up`, and start the trainer with the keys in {file}")
     return f"replicas trust {signing.fingerprint(signer)}, with which this machine signs"
 
@@ -195,6 +215,8 @@ def _disk(setup: Setup) -> str:
 
 
 def _replica_gpu(setup: Setup) -> str:
+    if not HARDWARE[setup.hardware].gpus:
+        return f"{setup.hardware} has none: vLLM runs on its CPU, which is enough for the tiny policy only"
     room = {name: _VLLM_SHARE * spec.gpus * spec.gpu_gb * _GB for name, spec in HARDWARE.items()}
     need = 2 * setup.weights.result() + _REPLICA_MARGIN
     here = room[setup.hardware]

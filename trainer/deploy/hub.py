@@ -114,14 +114,14 @@ class Account:
         self.orgs = {org["name"]: org for org in self.who.get("orgs", ())}
         self._grants: Mapping[str, Any] = access.get("fineGrained") or {}
 
-    def may_write(self, owner: str | None = None) -> bool:
-        """Whether the token may create repositories of `owner`; for None, whether it may write anything."""
+    def may_write(self, owner: str | None = None, right: str = "repo.write") -> bool:
+        """Whether the token has this right for all of `owner`; for None, whether it may write anything."""
         if self.role != "fineGrained":
             return self.role != "read" and owner in {None, self.name, *self.orgs}
         scopes = [s for s in self._grants.get("scoped", ()) if owner in (None, s["entity"].get("name"))]
         permissions = {permission for scope in scopes for permission in scope["permissions"]}
         if owner:
-            return "repo.write" in permissions
+            return right in permissions
         return any(p.endswith(".write") for p in permissions.union(self._grants.get("global", ())))
 
     def require_write(self, owner: str) -> None:
@@ -131,6 +131,12 @@ class Account:
             other = f"a fine-grained one with write access to all of {owner}'s repositories"
             fix = f"create one of type Write at {TOKENS}, or {other}, and set HF_TOKEN to it"
             raise DeployError(f"{problem}: {fix}")
+
+    def require_jobs(self, owner: str) -> None:
+        """Raise `DeployError` unless the token may start Jobs of this owner."""
+        if not self.may_write(owner, "job.write"):
+            problem = f"the token of {self.name} ({self.role}) may not start Jobs for {owner}"
+            raise DeployError(f"{problem}: give it the right to start and manage Jobs at {TOKENS}")
 
 
 def require_read_only(api: HfApi, token: str) -> None:
@@ -277,27 +283,52 @@ def put_space(api: HfApi, plan: SpacePlan, folder: Path, secrets: Secrets) -> No
 
 
 def wait_until_healthy(api: HfApi, apps: Sequence[Space], secrets: Sequence[str]) -> None:
-    """Wait until these apps are up, one after the other, and print their states with `secrets` masked.
+    """Wait until these apps are up, and print their states; see `wait`."""
+    known = {app.repo_id: app for app in apps}
+    wait(
+        lambda: {name: _answer(api, app) for name, app in known.items()},
+        lambda name, answer: _failure(api, known[name], answer),
+        secrets,
+    )
 
-    A replica that waits for the run's first version counts as up. Raises `DeployError` if an app fails, or
-    is not up within an hour.
+
+def wait(
+    look: Callable[[], Mapping[str, spaces.Answer]],
+    failure: Callable[[str, spaces.Answer], str],
+    secrets: Sequence[str],
+) -> None:
+    """Wait until all apps are up, and print each new state, with `secrets` masked.
+
+    A replica that waits for the run's first version counts as up.
+
+    Args:
+        look: Asks the apps: name -> answer.
+        failure: What to say of an app whose error does not go away, given its name and answer.
+        secrets: These are masked, in errors too.
+
+    Raises:
+        DeployError: An app fails, or is not up within an hour.
     """
     started = time.monotonic()
-    for app in apps:
-        state = ""
-        error_since = math.inf
-        while state not in UP:
-            time.sleep(_POLL_S * bool(state))
-            answer = _answer(api, app)
+    said: dict[str, str] = {}
+    error_since: dict[str, float] = {}
+    while True:
+        for app, answer in look().items():
             now = time.monotonic()
-            if state != (state := masked(str(answer), secrets)):
-                print(f"[{now - started:5.0f} s] {app.repo_id}: {state}", flush=True)
-            error_since = min(error_since, now) if answer.error else math.inf
-            if now >= error_since + ERROR_LIMIT_S:
-                raise DeployError(masked(_failure(api, app, answer), secrets))
-            if now > started + WAIT_LIMIT_S:
-                limit = f"is not up within {WAIT_LIMIT_S:.0f} s"
-                raise DeployError(f"{app.repo_id} {limit} ({state}): see `logs`, then run `up` again")
+            state = masked(str(answer), secrets)
+            if said.get(app) != state:
+                print(f"[{now - started:5.0f} s] {app}: {state}", flush=True)
+            said[app] = state
+            error_since[app] = min(error_since.get(app, now), now) if answer.error else math.inf
+            if now >= error_since[app] + ERROR_LIMIT_S:
+                raise DeployError(masked(failure(app, answer), secrets))
+        late = [f"{app} ({state})" for app, state in said.items() if state not in UP]
+        if said and not late:
+            return
+        if time.monotonic() > started + WAIT_LIMIT_S:
+            limit = f"not up within {WAIT_LIMIT_S:.0f} s: {', '.join(late) or 'no app'}"
+            raise DeployError(f"{limit}: see `logs`, then run `up` again")
+        time.sleep(_POLL_S)
 
 
 def _failure(api: HfApi, app: Space, answer: spaces.Answer) -> str:

@@ -373,42 +373,31 @@ def write_addresses(folder: Path, found: Mapping[str, str]) -> None:
 
 
 def wait_until_healthy(api: HfApi, owner: str, name: str, secrets: Sequence[str]) -> dict[str, str]:
-    """Wait until environment and replicas answer, print their states, and return their URLs.
+    """Wait until environment and replicas are up, as `hub.wait` does, and return their URLs.
 
-    Raises `DeployError` if one of them ends, or they do not answer within an hour.
+    Raises `DeployError` also if one of their Jobs ends.
     """
-    started = time.monotonic()
-    said: dict[str, str] = {}
-    error_since: dict[str, float] = {}
-    while True:
+    urls: dict[str, str] = {}
+
+    def look() -> dict[str, spaces.Answer]:
         apps = latest(jobs_of(api, owner, name))
         served = {app: jobs for app, jobs in apps.items() if app not in (TRAINER, KEEPER)}
-        urls = addresses(served)
+        urls.update(addresses(served))
         hub.send_key_to_urls(urls.values())
         for *_, job in served.values():
             if not is_running(job):
                 raise DeployError(masked(_failure(api, job), secrets))
         require_reachable(served)
-        for app, (*_, job) in served.items():
-            answer = spaces.Answer(str(job.status.stage))
-            if app in urls:
-                try:
-                    answer = spaces.probe(urls[app], "env" if app == "env" else "replica")
-                except spaces.SpacesUnavailableError as error:
-                    raise DeployError(masked(f"{app} did not become ready: {error}", secrets)) from None
-            now = time.monotonic()
-            error_since[app] = min(error_since.get(app, now), now) if answer.error else math.inf
-            if now > error_since[app] + hub.ERROR_LIMIT_S:
-                raise DeployError(masked(f"{app} did not become ready: {answer}: see `logs`", secrets))
-            state = str(answer)
-            if said.get(app) != (state := masked(state, secrets)):
-                print(f"[{time.monotonic() - started:5.0f} s] {app}: {state}", flush=True)
-            said[app] = state
-        if all(state in hub.UP for state in said.values()):
-            return urls
-        if time.monotonic() > started + hub.WAIT_LIMIT_S:
-            raise DeployError(f"not up within {hub.WAIT_LIMIT_S:.0f} s: see `logs`, then run `up` again")
-        time.sleep(POLL_S)
+        answers = {app: spaces.Answer(str(job.status.stage)) for app, (*_, job) in served.items()}
+        for app, url in urls.items():
+            try:
+                answers[app] = spaces.probe(url, "env" if app == "env" else "replica")
+            except spaces.SpacesUnavailableError as error:
+                raise DeployError(masked(f"{app} did not become ready: {error}", secrets)) from None
+        return answers
+
+    hub.wait(look, lambda app, answer: f"{app} did not become ready: {answer}: see `logs`", secrets)
+    return urls
 
 
 def _failure(api: HfApi, job: Any) -> str:

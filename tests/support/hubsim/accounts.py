@@ -8,6 +8,7 @@ from .common import HubError, now
 
 READ = "repo.content.read"
 WRITE = "repo.write"
+START_JOBS = "job.write"
 
 
 @dataclass(frozen=True)

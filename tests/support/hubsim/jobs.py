@@ -26,7 +26,7 @@ from uuid import uuid4
 
 import hf_xet
 
-from .accounts import READ, WRITE
+from .accounts import READ, START_JOBS
 from .common import CLOCK, HubError, iso
 from .store import Hub
 from .xet import OWN_CAS
@@ -172,7 +172,7 @@ class Jobs:
         return self.hub.accounts.accounts[owner].to_json()
 
     def run(self, owner: str, who: str | None, spec: dict[str, Any], initiator: str = "user") -> JobState:
-        account = self.check(owner, who, WRITE)
+        account = self.check(owner, who, START_JOBS)
         if self._stopped:
             raise HubError(503, "this Hub is ending")
         if not self.hub.accounts.accounts[owner].can_pay:

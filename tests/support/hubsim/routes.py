@@ -11,7 +11,7 @@ import yaml
 from fastapi import APIRouter, Body, Depends, Header, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
-from .accounts import READ, WRITE
+from .accounts import READ, START_JOBS
 from .buckets import BucketState, feed, place
 from .common import HubError, entry_missing
 from .jobs import HARDWARE, Jobs
@@ -423,20 +423,20 @@ def job_routes(jobs: Jobs) -> APIRouter:
 
     @routes.post("/{owner}/{name}/cancel")
     async def cancel(owner: str, name: str, authorization: Auth = None) -> dict[str, Any]:
-        job = jobs.find(owner, name, authorization, WRITE)
+        job = jobs.find(owner, name, authorization, START_JOBS)
         job.end("CANCELED")
         return job.to_json()
 
     @routes.post("/{owner}/{name}/duplicate")
     def duplicate(owner: str, name: str, authorization: Auth = None) -> dict[str, Any]:
-        spec = jobs.find(owner, name, authorization, WRITE).spec
+        spec = jobs.find(owner, name, authorization, START_JOBS).spec
         return jobs.run(owner, authorization, spec, "duplicated-job").to_json()
 
     @routes.put("/{owner}/{name}/labels")
     async def relabel(
         owner: str, name: str, wish: dict[str, dict[str, str]], authorization: Auth = None
     ) -> dict[str, Any]:
-        job = jobs.find(owner, name, authorization, WRITE)
+        job = jobs.find(owner, name, authorization, START_JOBS)
         job.spec = {**job.spec, "labels": wish["labels"]}
         return job.to_json()
 

@@ -124,6 +124,21 @@ def test_no_plan_and_no_money(world: World, monkeypatch):
     assert "billing" in problems(world, "--owner", "modest")["plan"]
 
 
+def test_jobs_need_no_plan_but_the_right_to_start_them(world: World, monkeypatch):
+    on_jobs = ("--on", "jobs", "--hardware", "cpu-basic")
+    world.hub.add_account("modest", is_pro=False)
+    world.hub.add_token("hf_modestToken", user="modest")
+    monkeypatch.setenv("HF_TOKEN", "hf_modestToken")
+    found = doctor(world, *on_jobs, "--owner", "modest")
+    assert not [name for name, (ok, _) in found.items() if not ok], found
+    assert "credits" in found["plan"][1]
+    assert "$0.01 per hour" in found["plan"][1]
+    monkeypatch.setenv("HF_TOKEN", "hf_team")
+    assert "may not start Jobs for team" in problems(world, *on_jobs, "--owner", "team")["token"]
+    assert "no hardware of Jobs" in problems(world, "--on", "jobs", "--hardware", "rtx-pro-6000x8")["plan"]
+    assert "is no GPU of Spaces" in world.fails("doctor", "--hardware", "cpu-basic")
+
+
 def test_a_bucket_that_may_be_read_only(world: World):
     world.up()
     world.hub.fault(f"POST /api/buckets/{OWNER}/{world.name}/batch", status=403)

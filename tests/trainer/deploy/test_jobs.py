@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from delta_weight_sync import credentials
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY
 from tests.support.hubsim import HubSim
-from tests.trainer.deploy.conftest import OWNER, READ, WRITE, World
+from tests.trainer.deploy.conftest import OWNER, POLICY, READ, WRITE, World
 from trainer.deploy import DeployError, jobs
 from trainer.deploy.plan import CHECKOUT, make_plan
 
@@ -127,6 +127,20 @@ def test_a_token_that_may_write_is_not_given_to_a_replica(world: World, monkeypa
     assert world.changes() == before
 
 
+def test_a_fine_grained_token_needs_the_right_to_start_jobs(world: World, started, monkeypatch):
+    options = (*CPU, "--owner", "team")
+    monkeypatch.setenv("HF_TOKEN", "hf_team")
+    before = world.changes()
+    assert "(fineGrained) may not start Jobs for team: give it the right" in world.fails("up", *options)
+    assert world.changes() == before
+    rights = ["repo.content.read", "repo.write", "job.write"]
+    world.hub.add_token("hf_teamJobs", user=OWNER, role="fineGrained", scopes={"org:team": rights})
+    monkeypatch.setenv("HF_TOKEN", "hf_teamJobs")
+    world.up(*options)
+    assert [how["labels"]["app"] for how in started] == ["env", "replica-1", "keeper"]
+    world.run("down", "--on", "jobs", "--owner", "team")
+
+
 def test_without_credit_the_hub_starts_no_job(world: World, started):
     world.hub.add_account("poor", can_pay=False)
     world.hub.add_token(WRITE, user="poor")
@@ -160,6 +174,9 @@ def test_another_machine_makes_no_second_signing_key(world: World, started):
     said = world.fails("up", *CPU)
     assert "trusts" in said
     assert "copy it to this machine" in said
+    status, said = world.run("doctor", "--on", "jobs", "--model", str(POLICY))
+    assert status == 1
+    assert "PROBLEM  signatures: the signing key is missing" in said
     assert not key.exists()
     world.run("down", "--on", "jobs")
 
