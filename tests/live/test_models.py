@@ -4,6 +4,7 @@ They are trained with AdamW for ten steps. The replica that took the deltas answ
 `from_pretrained` of the followed version has the trainer's bits.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from delta_weight_sync import Publisher, follow
 from tests.live.replica import greedy, served
@@ -78,3 +80,20 @@ def balance(model: torch.nn.Module) -> None:
     for module in model.modules():
         if (bias := getattr(module, "e_score_correction_bias", None)) is not None:
             bias += 0.001 * torch.sign(torch.randn(bias.shape))
+
+
+def test_a_vllm_that_was_started_with_another_config_of_the_same_shapes_is_refused(tmp_path):
+    """Such as one rotary base for another: it would take the weights, and generate other tokens."""
+    tiny_policy.build(tmp_path / "base", tie=True, seed=0)
+    shutil.copytree(tmp_path / "base", tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 50
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    url = f"{(tmp_path / 'bucket').as_uri()}#run"
+    with Publisher(url, tmp_path / "base") as publisher:
+        publisher.publish(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    (tmp_path / "replica").mkdir()
+    with served(tmp_path / "other", url, tmp_path / "replica") as replica:
+        status = replica.wait_until(lambda status: status["state"] == "refused", "refusal")
+        assert status["error"].startswith("rope_parameters.rope_theta is ")
+        assert status["version"] is None

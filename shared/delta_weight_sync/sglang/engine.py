@@ -16,6 +16,7 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -25,6 +26,7 @@ from delta_weight_sync import compat
 from delta_weight_sync.engine import Dtypes, Shapes
 from delta_weight_sync.errors import RouteError
 from delta_weight_sync.local_engine import LocalEngine, Owned, Result
+from delta_weight_sync.model_config import require_same
 from delta_weight_sync.sglang import hooks
 from delta_weight_sync.vllm import routes
 
@@ -58,6 +60,13 @@ class SglangEngine(LocalEngine):
         """The live model."""
         model: torch.nn.Module = self._scheduler.tp_worker.model_runner.model
         return model
+
+    def serves(self, checkpoint: Path) -> bool:
+        """True. Raises `EngineError` if SGLang was started with a config that computes otherwise than the
+        checkpoint's."""
+        config = self._scheduler.model_config
+        require_same(config.model_path, config.revision, checkpoint, self.what)
+        return True
 
     def find(self, shapes: Shapes, dtypes: Dtypes) -> tuple[dict[str, routes.Route], Owned]:
         """Find all tensors by probes that the model's own loader loads; see `vllm.routes`."""

@@ -16,6 +16,7 @@ from typing import Any
 from delta_weight_sync import compat, engine
 from delta_weight_sync.engine import Dtypes, Shapes, Times
 from delta_weight_sync.errors import CommitError, EngineError, WorkerError
+from delta_weight_sync.model_config import require_same
 from delta_weight_sync.runlog import Drafts, Quantization
 from delta_weight_sync.util import Guard
 from delta_weight_sync.vllm import METHOD, commits_between_steps, hooks, takes_images
@@ -73,6 +74,13 @@ class Engine(engine.Engine):
     def alive(self) -> bool:
         """Whether vLLM still answers."""
         return not self._client.errored
+
+    def serves(self, checkpoint: Path) -> bool:
+        """True: this vLLM runs, and nothing here can restart it. Raises `EngineError` if it was started with
+        a config that computes otherwise than the checkpoint's."""
+        config = self._client.vllm_config.model_config
+        require_same(config.hf_config_path or config.model, config.revision, checkpoint, self.what)
+        return True
 
     def learn(self, shapes: Shapes, dtypes: Dtypes) -> str:
         """Find a run's tensors in vLLM's parameters; returns the digest of the live weights."""
