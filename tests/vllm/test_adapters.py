@@ -38,8 +38,7 @@ class Client:
         self.answer = FITS
         self.errored = False
         lora = SimpleNamespace(max_cpu_loras=2, max_lora_rank=16, lora_dtype=torch.bfloat16)
-        parallel = SimpleNamespace(_api_process_count=1)
-        self.vllm_config = SimpleNamespace(lora_config=lora, parallel_config=parallel)
+        self.vllm_config = SimpleNamespace(lora_config=lora)
         self.engine_core = self
         self.lora_requests: dict[str, Any] = {}
         self.lora_id_counter = self
@@ -120,6 +119,14 @@ def test_a_delta_leads_from_the_newest_version_and_leaves_that_one_as_it_is(engi
     assert client.lora_requests["policy"].label == label(3)
 
 
+def test_an_engine_that_stops_leaves_no_name_behind(engine, client, tmp_path):
+    """The next one of this process removes the folders of these adapters."""
+    client.lora_requests["other"] = object()
+    serve(engine, client, tmp_path, range(2))
+    engine.stop()
+    assert [*client.lora_requests] == ["other"]
+
+
 def test_a_folder_stays_as_long_as_a_request_refers_to_its_version(engine, client, tmp_path):
     serve(engine, client, tmp_path, range(1))
     request = client.lora_requests["policy"]
@@ -191,10 +198,6 @@ def test_a_version_that_vllm_does_not_load_or_place_is_not_served(engine, client
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (
-            lambda c: setattr(c.vllm_config.parallel_config, "_api_process_count", 2),
-            "drop --api-server-count",
-        ),
         (
             lambda c: setattr(c, "is_base_model", lambda name: True),
             "base as 'policy', .* --served-model-name",

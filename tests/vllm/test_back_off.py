@@ -171,6 +171,23 @@ def test_damaged_weights_are_fetched_ever_more_seldom_and_the_rest_once(run, tim
     assert vllm.digest() == run.newest.digest, "the owner's order ends the pause"
 
 
+def test_versions_that_a_serving_vllm_refuses_copy_a_checkpoint_ever_more_seldom(
+    run, time, follower, vllm, monkeypatch
+) -> None:
+    """One each second, and each may be the one that vLLM takes, so that its deltas are always tried."""
+    time.pass_for(2, follower)
+    commit = vllm.commit
+    monkeypatch.setattr(vllm, "commit", mock.Mock(side_effect=errors.EngineError("no", "route")))
+    vllm.compared = 0
+    time.in_pauses = run.step
+    time.pass_for(6, follower)
+    assert vllm.compared <= 3, "after 0, 1 and 3 seconds; there were five"
+    assert (follower.serving.version, error(follower)) == (0, "no")
+    monkeypatch.setattr(vllm, "commit", commit)
+    time.pass_for(2, follower)
+    assert follower.serving.version > 6
+
+
 def test_follow_fetches_what_is_whole_once_and_tries_ever_more_slowly(run, time, tmp_path) -> None:
     mend = damaged(run, WEIGHTS)
     time.in_pauses = lambda: time.now == 32 and mend()

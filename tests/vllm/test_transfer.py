@@ -4,17 +4,20 @@ import asyncio
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import requests
 import torch
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException
 
 from delta_weight_sync.errors import ConfigError, EngineError
 from delta_weight_sync.reader import open_run
-from delta_weight_sync.vllm import hooks
+from delta_weight_sync.vllm import PROCESSED, hooks
+from delta_weight_sync.vllm.server import PREFIX, Endpoint, _answer_trainers, settings_from
 from tests.support import tiny_policy as tiny
 from tests.support.real_run import RealRun
 
@@ -28,7 +31,7 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from delta_weight_sync.vllm.transfer import DeltaWeightTransferEngine, Updates, answer_by, is_chosen
+from delta_weight_sync.vllm.transfer import DeltaWeightTransferEngine, Updates, is_chosen
 from delta_weight_sync.weight_transfer import DeltaTrainerInitInfo
 
 
@@ -206,18 +209,45 @@ def test_a_run_is_named_by_nothing_but_its_url():
         assert refusal(answers.init_weight_transfer_engine(SimpleNamespace(init_info=wrong)))[0] == 400
 
 
-def test_only_the_client_of_a_server_of_one_process_is_answered_for():
-    def client(backend: str, processes: int):
-        chosen = SimpleNamespace(backend=backend)
-        parallel = SimpleNamespace(_api_process_count=processes)
-        return SimpleNamespace(
-            vllm_config=SimpleNamespace(weight_transfer_config=chosen, parallel_config=parallel)
-        )
+def client(backend: str, processes: int = 1) -> Any:
+    chosen = SimpleNamespace(backend=backend)
+    parallel = SimpleNamespace(_api_process_count=processes)
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(weight_transfer_config=chosen, parallel_config=parallel)
+    )
 
-    assert not is_chosen(client("nccl", 1))
-    assert is_chosen(client("delta_weight_sync", 1))
-    with pytest.raises(ConfigError, match="needs --api-server-count 1"):
-        answer_by(updates(), client("delta_weight_sync", 2))
+
+def test_only_the_client_of_a_vllm_that_chose_the_backend_is_answered_for():
+    assert not is_chosen(client("nccl"))
+    assert is_chosen(client("delta_weight_sync"))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "delta_weight_sync"])
+def test_several_api_servers_are_refused_because_only_one_would_know_the_version(backend, tmp_path):
+    app = FastAPI()
+    app.state.delta_weight_sync = settings_from({f"{PREFIX}RUN": f"{tmp_path.as_uri()}#run"})
+    with pytest.raises(ConfigError, match="start vLLM with --api-server-count 1"):
+        asyncio.run(Endpoint().init_state(client(backend, processes=2), app.state, Namespace()))
+    assert not hasattr(app.state, "follower")
+
+
+def test_a_vllm_that_follows_another_run_later_keeps_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(f"{PREFIX}FOLDER", str(tmp_path / "folder"))
+    asked = client("delta_weight_sync")
+    asked.vllm_config.lora_config = None
+    asked.vllm_config.model_config = SimpleNamespace(logprobs_mode=PROCESSED, get_diff_sampling_param=dict)
+    asked.errored = False
+
+    async def follow_both() -> None:
+        _answer_trainers(asked, state := SimpleNamespace(), asyncio.get_running_loop())
+        for name in ("one", "other"):
+            (tmp_path / name).mkdir()
+            run = f"{(tmp_path / name).as_uri()}#run"
+            await asked.init_weight_transfer_engine(SimpleNamespace(init_info={"run": run}))
+            assert state.folder == tmp_path / "folder"
+            await asked.shutdown_weight_transfer_engine()
+
+    asyncio.run(follow_both())
 
 
 def test_without_a_server_or_the_plugin_it_says_what_to_do(monkeypatch):

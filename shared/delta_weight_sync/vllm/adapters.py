@@ -83,10 +83,6 @@ class AdapterEngine(Engine):
         """Check that this vLLM can serve the run's adapters. Returns no digest: each version is checked when
         it is loaded."""
         config = self._client.vllm_config
-        if config.parallel_config._api_process_count > 1:
-            raise EngineError(
-                "only one of vLLM's API servers would know the adapters: drop --api-server-count"
-            )
         if self._models.is_base_model(self._name):
             raise EngineError(
                 f"vLLM serves its base as {self._name!r}, the name of the run: choose another"
@@ -117,6 +113,11 @@ class AdapterEngine(Engine):
                     CodecError.kind,
                 )
         return ""
+
+    def stop(self) -> None:
+        """Answer no later request: another run may be followed, in the same folder."""
+        for name in (*self._served, self._name):
+            self._models.lora_requests.pop(name, None)
 
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Times:
         """Serve the version that delta files lead to from the newest one."""

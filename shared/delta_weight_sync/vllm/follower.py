@@ -101,7 +101,7 @@ class Follower:
         self._holding = Backoff()
         self._starting = Backoff()
         self._joining = Backoff()
-        self._refusal: errors.EngineError | None = None  # of a failed join while nothing was served
+        self._refusal: errors.EngineError | None = None  # of a failed join
         self._served_last: Manifest | None = None  # like `serving`, but kept while nothing is served
         self._learned = _NONE  # the tensors whose places vLLM knows
         self._healing = False  # whether a heal is still to be done
@@ -329,15 +329,16 @@ class Follower:
     def _join(self, manifest: Manifest) -> None:
         """Join a version.
 
-        If a join fails while no version is served, perhaps vLLM cannot take the model at all. Each try copies
-        a checkpoint. So the next join of any version with the same anchor is delayed. During the delay, this
-        method raises the same error again. A new pin ends the delay.
+        If a join fails while no version is served, or because vLLM refuses the version, perhaps vLLM cannot
+        take the model at all. Each try copies a checkpoint. So the next join of any version with the same
+        anchor is delayed. During the delay, this method raises the same error again. A new pin ends the
+        delay.
         """
         started = time.perf_counter()
         first = self.serving is None
         self._require_kind(manifest)
         wanted = manifest.anchor, self.commands.pinned
-        if first and self._refusal and not self._joining.allows(wanted):
+        if self._refusal and not self._joining.allows(wanted):
             raise self._refusal
         if first:
             self._note(f"fetching version {manifest.version}")
@@ -349,7 +350,7 @@ class Follower:
             self._prepare_engine(manifest, folder, (shapes, dtypes))
             times = self._engine.take_checkpoint(folder, manifest.digest, label_of(manifest))
         except errors.EngineError as error:
-            if first and not isinstance(error, errors.TooSoonError):
+            if (first or error.kind in _REFUSALS) and not isinstance(error, errors.TooSoonError):
                 self._joining.failed(wanted)
                 self._refusal = error
             if error.kind not in _REFUSALS:

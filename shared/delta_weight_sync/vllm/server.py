@@ -96,12 +96,13 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
         raise SettingsError(found) from None
 
 
-def check(settings: Settings) -> None:
-    """Raise a `DeltaWeightSyncError` if no follower can start with these settings."""
+def check(settings: Settings, *, folder: bool = True) -> None:
+    """Raise a `DeltaWeightSyncError` if no follower can start with these settings. `folder`: whether this
+    process is still to lock the folder."""
     reader = open_run(settings.run, public_key=settings.public_key or None)
     with contextlib.suppress(BucketMissingError, BucketUnreachableError):  # the follower tries again
         reader.writers()
-    if settings.folder:
+    if settings.folder and folder:
         private_folder(settings.folder, f"{PREFIX}FOLDER", keep=False)
 
 
@@ -132,7 +133,11 @@ class Endpoint:
             app.include_router(router(key), prefix="/delta_weight_sync")
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Start the follower, in only one of the processes that serve this engine."""
+        """Start the follower.
+
+        Raises:
+            ConfigError: Several processes serve this engine, and only one would know the served version.
+        """
         if hasattr(state, "follower"):
             return
         settings: Settings | None = getattr(state, "delta_weight_sync", None)
@@ -140,9 +145,14 @@ class Endpoint:
         if settings is None and not chosen:
             _log.warning("this vLLM follows no run: set %sRUN, or leave out VLLM_PLUGINS", PREFIX)
             return
+        if engine_client.vllm_config.parallel_config._api_process_count > 1:
+            raise ConfigError(
+                "only one of several API servers would know the served version: start vLLM with"
+                " --api-server-count 1, because --data-parallel-size starts one for each engine"
+            )
         if chosen:
             _answer_trainers(engine_client, state, asyncio.get_running_loop())
-        if settings and engine_client.vllm_config.parallel_config._api_process_rank == 0:
+        if settings:
             _start(engine_client, state, settings, asyncio.get_running_loop())
         gc.collect()
         gc.freeze()  # else each garbage collection visits all imports, for half a second
@@ -150,9 +160,11 @@ class Endpoint:
 
 def _start(client: Any, state: Any, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
     """Start a follower of the run that the settings name, as `state.follower`."""
-    state.scratch = Scratch()
-    own = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else None
-    folder = own or state.scratch.path
+    if not hasattr(state, "folder"):  # a later follower uses it again, as this process keeps it locked
+        state.scratch = Scratch()
+        own = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else None
+        state.folder = own or state.scratch.path
+    folder = state.folder
     reader = open_run(settings.run, public_key=settings.public_key or None)
     engine = Engine(client, loop)
     if client.vllm_config.lora_config and hooks.ADAPTERS.works():
@@ -206,7 +218,7 @@ def _answer_trainers(client: Any, state: Any, loop: asyncio.AbstractEventLoop) -
             if followed:
                 return
             settings = settings_from({**os.environ, f"{PREFIX}RUN": run})
-            check(settings)
+            check(settings, folder=not hasattr(state, "folder"))
             _start(client, state, settings, loop)
             told.append(settings)
 

@@ -182,10 +182,7 @@ def is_chosen(client: Any) -> bool:
 
 
 def answer_by(updates: Updates, client: Any) -> None:
-    """Let `updates` answer this client's calls for weight transfer. Raises `ConfigError` if several processes
-    serve the engine, because a trainer's calls would reach any of them."""
-    if client.vllm_config.parallel_config._api_process_count > 1:
-        raise ConfigError(f"the weight transfer backend {BACKEND!r} needs --api-server-count 1")
+    """Let `updates` answer this client's calls for weight transfer."""
     for name in _METHODS:
         setattr(client, name, getattr(updates, name))
 
