@@ -28,6 +28,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_ENTRIES = 1024  # of each field that is a list or object, except the prompt; messages; parts of messages
 MAX_VALUES = 4096  # of all messages together, however nested
 MAX_ECHOED = 1024  # tokens, or bytes of text, of all prompts that are echoed with logprobs
+STOP_S = 10.0  # seconds for vLLM to stop a request whose time is up
 INPUTS = "prompt", "messages"
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (
@@ -203,17 +204,36 @@ class Inference:
             wanted = self.completions.count(body)
         if self._running + wanted > self.capacity:
             raise _later(429, "too many completions are running")
+        deadline = asyncio.get_running_loop().time() + self.seconds
+        late = False
+
+        async def until_late() -> Message:
+            """The client's next message. Once late, the client seems to leave: then vLLM stops generating."""
+            nonlocal late
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await receive()
+            except TimeoutError:
+                late = True
+                return {"type": "http.disconnect"}
+
+        async def unless_late(message: Message) -> None:
+            if not late:
+                await send(message)
+
         self._running += wanted
         try:
-            async with asyncio.timeout(self.seconds) as clock:
-                await self._pass(scope, receive, send)
+            async with asyncio.timeout_at(deadline + STOP_S) as clock:
+                await self._pass(scope, until_late, unless_late)
         except TimeoutError:
             if not clock.expired():  # a timeout of vLLM itself
                 raise
-            sentence = "the answer took longer than this Space allows: ask again, or for fewer tokens"
-            raise HTTPException(504, sentence) from None
+            late = True
         finally:
             self._running -= wanted
+        if late:
+            sentence = "the answer took longer than this Space allows: ask again, or for fewer tokens"
+            raise HTTPException(504, sentence)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         vllm = self.vllm.app

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from env_space.watch import Replica
 from inference_space.completions import BYTES_PER_TOKEN, MAX_BODY, OTHER_BYTES, Completions
@@ -172,6 +172,34 @@ def test_an_answer_that_takes_too_long_is_given_up_and_its_place_is_free_again()
 
     for answer in running(scenario):
         assert "longer than this Space allows" in sentence(answer, 504)
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM imports parts of torch that are deprecated
+def test_vllm_stops_when_time_is_up_and_only_then_the_place_is_free():
+    """vLLM runs a route's handler as a task of its own, which lives on if only its caller is cancelled."""
+    from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+
+    happened = []
+
+    @with_cancellation
+    async def generate(body: dict, raw_request: Request) -> None:
+        happened.append("begun")
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            happened.append("stopped")
+
+    async def route(request: Request) -> Response:
+        return JSONResponse(await generate({}, request))  # as FastAPI does, also after the client has left
+
+    async def scenario():
+        async with trainer(guarded(route, capacity=1)) as http:
+            return [await http.post(COMPLETIONS, json={}) for _ in range(2)]
+
+    for answer in running(scenario):
+        assert "longer than this Space allows" in sentence(answer, 504)
+    assert happened == ["begun", "stopped"] * 2
 
 
 def test_a_stream_that_takes_too_long_is_cut_off():
