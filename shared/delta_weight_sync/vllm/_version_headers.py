@@ -23,12 +23,14 @@ A request can demand recent weights. With `x-policy-min-sync: 38`, a server with
 answers 503, so that clients and routers try another server, or the same server later. With
 `x-policy-exact-sync: 38`, all tokens come from this sync: a server with weights of a later sync answers 409,
 because it will not go back. If the weights change while the server generates, it answers 503. The status of a
-stream has been sent by then, so an error takes the place of the last chunk.
+stream has been sent by then, so an error takes the place of the last chunk. Streams of other routes than
+completions and `/inference/`, such as `/v1/responses`, have no such chunk: the server answers 501.
 """
 
 import functools
 import itertools
 import json
+import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -46,7 +48,8 @@ from delta_weight_sync.vllm import hooks
 Choices = list[CompletionOutput]
 MIN_SYNC = "x-policy-min-sync"
 EXACT_SYNC = "x-policy-exact-sync"
-_PATHS = ("/v1/", "/inference/")
+# The streams of these routes end with a chunk of choices, and then `[DONE]`.
+_WITH_CHUNKS = re.compile("/v1/(chat/)?completions|/inference/.*")
 _LONGEST = 8000  # bytes; common clients refuse headers of more than 8190 bytes
 _json = functools.partial(json.dumps, separators=(",", ":"))
 _plain = AsyncLLM.generate
@@ -69,7 +72,7 @@ def version_headers(
         AsyncLLM.generate = _generate
 
     async def answer(scope: Any, receive: Any, send: Any) -> Any:
-        if scope["type"] != "http" or not scope["path"].startswith(_PATHS):
+        if scope["type"] != "http":
             return await app(scope, receive, send)
         live = serving()
         headers = dict(scope["headers"])
@@ -78,12 +81,15 @@ def version_headers(
             if asked and (refusal := _refusal(name, asked, live)):
                 return await refusal(scope, receive, send)
         reply = _Reply(
-            send, live, serving, logprobs_mode(), exact=headers.get(EXACT_SYNC.encode()), whole=one_version()
+            (scope, receive, send),
+            live,
+            serving,
+            logprobs_mode(),
+            exact=headers.get(EXACT_SYNC.encode()),
+            whole=one_version(),
         )
         _prompts.set(reply.prompts)
         await app(scope, receive, reply.send)
-        if reply.refusal:
-            await reply.refusal(scope, receive, send)
         return None
 
     return answer
@@ -94,24 +100,25 @@ class _Reply:
 
     def __init__(
         self,
-        send: Any,
+        request: tuple[Any, Any, Any],
         live: Manifest | None,
         serving: Callable[[], Manifest | None],
         logprobs_mode: str,
         exact: bytes | None,
         whole: bool,
     ) -> None:
-        """`live`: the version served when the request came; `exact`: the only sync that may make tokens;
-        `whole`: whether an answer without labels comes from that version."""
+        """`request`: its ASGI scope, receive and send; `live`: the version served when it came; `exact`: the
+        only sync that may make tokens; `whole`: whether an answer without labels comes from that version."""
         self.prompts = list[Choices]()
-        self.refusal: JSONResponse | None = None  # takes the place of vLLM's answer
-        self._send = send
+        self._request = request
+        self._send = request[2]
         self._live = live
         self._serving = serving
         self._logprobs_mode = logprobs_mode
         self._exact = exact
         self._whole = whole
         self._streams = False
+        self._refused = False
         self._held: Any = None  # a chunk that may be the last one
 
     async def send(self, message: Any) -> None:
@@ -119,15 +126,18 @@ class _Reply:
         if message["type"] == "http.response.start":
             content_type = dict(message["headers"]).get(b"content-type", b"")
             self._streams = content_type.startswith(b"text/event-stream")
-            if message["status"] == 200 and not self._streams:
-                self.refusal = self._changed()
+            refusal = self._no_chunks() if self._streams else self._changed()
+            if message["status"] == 200 and refusal:
+                # At once: when a client has its whole answer, its server lets vLLM end the stream.
+                self._refused = True
+                await refusal(*self._request)
             versions = "" if self._streams else _versions(self.prompts)
             if not 0 < len(versions) < _LONGEST:
                 versions = _whole(self._live) if self._whole else ""
             added = {b"x-policy-versions": versions, b"x-policy-logprobs": self._logprobs_mode}
             found = [(name, value.encode()) for name, value in added.items() if value]
             message = {**message, "headers": [*message["headers"], *found]}
-        if self.refusal:
+        if self._refused:
             return
         if self._streams and "body" in message:
             held = self._held
@@ -151,6 +161,14 @@ class _Reply:
             versions = _whole(self._live, self._serving())
         end = chunk.rindex(b"}")
         return chunk[:end] + b',"policy_versions":%b' % (versions or "[]").encode() + chunk[end:]
+
+    def _no_chunks(self) -> JSONResponse | None:
+        """The refusal of a stream that could not say that the weights changed, although it must."""
+        scope = self._request[0]
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._exact is None or _WITH_CHUNKS.fullmatch(path):
+            return None
+        return _refuse(501, f"{EXACT_SYNC} holds for no stream of this route: leave it out, or do not stream")
 
     def _changed(self) -> JSONResponse | None:
         """The refusal of an answer that has tokens of another sync than the request needs."""
