@@ -6,6 +6,7 @@ import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -14,7 +15,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM imports parts of torch that are deprecated
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+    from vllm.inputs import tokens_input
+    from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+    from vllm.sampling_params import BeamSearchParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from delta_weight_sync.vllm import _version_headers
@@ -37,7 +42,8 @@ def engine(monkeypatch):
         _: Any, syncs: list[int], params: Any, request_id: str
     ) -> AsyncIterator[RequestOutput]:
         spans = [WeightVersionSpan(LABELS[sync], at, at + 1) for at, sync in enumerate(syncs)]
-        choice = CompletionOutput(0, "", [0] * len(syncs), None, None, finish_reason="stop")
+        likely = [{1: Logprob(-1.0), 2: Logprob(-2.0)}]
+        choice = CompletionOutput(0, "", [0] * len(syncs), None, likely, finish_reason="stop")
         choice.weight_versions = spans
         yield RequestOutput(request_id, None, [], None, [choice], finished=True)
 
@@ -132,3 +138,45 @@ def test_a_whole_answer_of_any_route_has_the_weights_that_were_asked_for(path):
         assert asked(changing, path, x_policy_exact_sync=sync).status_code == status
     assert asked(changing, path, x_policy_min_sync="8").status_code == 503
     assert asked(changing, path, x_policy_min_sync="7").status_code == 200
+
+
+def test_a_beam_search_says_which_weights_took_part_and_not_of_which_tokens():
+    """vLLM asks its engine for the next token of each beam; the beams that it drops are in no choice."""
+    engine = mock.Mock()
+    engine.generate = lambda prompt, params, request_id, **_: AsyncLLM.generate(
+        None, [6 + len(prompt["prompt_token_ids"])], params, request_id
+    )
+    server = BeamSearchOnlineMixin()
+    server.engine_client = engine
+    server.renderer = mock.Mock(**{"get_tokenizer.return_value.eos_token_id": 9})
+
+    async def search(request: Request) -> Response:
+        params = BeamSearchParams(beam_width=2, max_tokens=2)
+        async for output in server.beam_search(tokens_input([1]), "cmpl-a", params):
+            assert len(output.outputs) == 2
+        return JSONResponse({})
+
+    both = [{"weights": WEIGHTS[7]}, {"weights": WEIGHTS[8]}]
+    assert json.loads(asked(search).headers["x-policy-versions"]) == both
+    assert asked(search, x_policy_exact_sync="7").status_code == 503
+
+
+def test_an_answer_made_in_turns_says_which_weights_took_part_and_not_of_which_tokens():
+    """As `/v1/responses` with vLLM's tools. One turn, or one request for each choice, has its tokens."""
+
+    async def turns(request: Request) -> Response:
+        await made(7, 7, request_id="resp_a_0")
+        await made(7, 8, request_id="resp_a_1")
+        return JSONResponse({})
+
+    async def turn(request: Request) -> Response:
+        await made(7, 8, request_id="resp_a_0")
+        return JSONResponse({})
+
+    def versions(*of: Any) -> Any:
+        return json.loads(asked(*of).headers["x-policy-versions"])
+
+    assert versions(turns, "/v1/responses") == [{"weights": WEIGHTS[7]}, {"weights": WEIGHTS[8]}]
+    assert [entry["tokens"] for entry in versions(turn, "/v1/responses")] == [[[0, 0, 1]], [[0, 1, 2]]]
+    both = [[[0, 0, 1], [0, 1, 2], [1, 0, 1]], [[1, 1, 2]]]
+    assert [entry["tokens"] for entry in versions(turns, "/v1/completions")] == both

@@ -9,7 +9,9 @@ never published. vLLM labels tokens since 0.32. Since 0.33, it returns the label
 set `return_weight_versions`. Here all clients get them: a patch reads the outputs of `AsyncLLM.generate`.
 
 An entry without `tokens` stands for the whole answer. It names the version that was served when the request
-came. This is the only entry before vLLM 0.32, of a streamed answer, and if the header would be too long.
+came. This is the only entry before vLLM 0.32, of a streamed answer, and if the header would be too long. For
+beam search, and answers of `/v1/responses` with built-in tools, vLLM makes several requests to its engine. So
+the entries name all versions that took part, without `tokens`.
 
 The headers of a streamed answer leave before its versions are known. So its last chunk, the one before
 `[DONE]`, has them in the field `policy_versions`, in the form of the header. (Clients ignore fields that they
@@ -48,12 +50,14 @@ from delta_weight_sync.vllm import hooks
 Choices = list[CompletionOutput]
 MIN_SYNC = "x-policy-min-sync"
 EXACT_SYNC = "x-policy-exact-sync"
-# The streams of these routes end with a chunk of choices, and then `[DONE]`.
-_WITH_CHUNKS = re.compile("/v1/(chat/)?completions|/inference/.*")
+# These routes answer with choices; their streams end with a chunk of choices, and then `[DONE]`.
+_WITH_CHOICES = re.compile("/v1/(chat/)?completions(/.*)?|/inference/.*")
+_OF_A_BEAM = re.compile(r"-beam-\d+$")  # the end of the id that vLLM's beam search gives to its requests
 _LONGEST = 8000  # bytes; common clients refuse headers of more than 8190 bytes
 _json = functools.partial(json.dumps, separators=(",", ":"))
 _plain = AsyncLLM.generate
-_prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices of each prompt of a request
+# Finished choices of each request to the engine, by its id, that a client's request makes.
+_prompts: ContextVar[dict[str, Choices]] = ContextVar("prompts")
 
 
 def version_headers(
@@ -109,8 +113,10 @@ class _Reply:
     ) -> None:
         """`request`: its ASGI scope, receive and send; `live`: the version served when it came; `exact`: the
         only sync that may make tokens; `whole`: whether an answer without labels comes from that version."""
-        self.prompts = list[Choices]()
+        self.prompts = dict[str, Choices]()
         self._request = request
+        path = request[0]["path"].removeprefix(request[0].get("root_path", ""))
+        self._has_choices = bool(_WITH_CHOICES.fullmatch(path))
         self._send = request[2]
         self._live = live
         self._serving = serving
@@ -126,12 +132,12 @@ class _Reply:
         if message["type"] == "http.response.start":
             content_type = dict(message["headers"]).get(b"content-type", b"")
             self._streams = content_type.startswith(b"text/event-stream")
-            refusal = self._no_chunks() if self._streams else self._changed()
+            refusal = self._no_choices() if self._streams else self._changed()
             if message["status"] == 200 and refusal:
                 # At once: when a client has its whole answer, its server lets vLLM end the stream.
                 self._refused = True
                 await refusal(*self._request)
-            versions = "" if self._streams else _versions(self.prompts)
+            versions = "" if self._streams else self._versions()
             if not 0 < len(versions) < _LONGEST:
                 versions = _whole(self._live) if self._whole else ""
             added = {b"x-policy-versions": versions, b"x-policy-logprobs": self._logprobs_mode}
@@ -156,17 +162,36 @@ class _Reply:
         """The last chunk of a stream, with the versions that made its tokens."""
         if refusal := self._changed():
             return b"data: %b\n\n" % bytes(refusal.body)
-        versions = _versions(self.prompts)
+        versions = self._versions()
         if not versions and self._whole:
             versions = _whole(self._live, self._serving())
         end = chunk.rindex(b"}")
         return chunk[:end] + b',"policy_versions":%b' % (versions or "[]").encode() + chunk[end:]
 
-    def _no_chunks(self) -> JSONResponse | None:
+    def _versions(self) -> str:
+        """The versions of all finished choices; "" if none is known."""
+        # A beam search makes a request for each token of a beam, and routes without choices one for each part
+        # of their answer.
+        parts = len(self.prompts) > 1
+        if self._has_choices:
+            parts = any(_OF_A_BEAM.search(name) for name in self.prompts)
+        tokens = dict[str, list[tuple[int, int, int]]]()
+        # A stream's choices finish in any order.
+        ordered = (sorted(choices, key=lambda choice: choice.index) for choices in self.prompts.values())
+        for number, choice in enumerate(itertools.chain(*ordered)):
+            for span in choice.weight_versions or ():
+                tokens.setdefault(span.version, []).append((number, span.start, span.end))
+        entries = []
+        for label, places in tokens.items():
+            # The follower's labels are JSON objects. vLLM's own, such as "default", are not.
+            weights = label if label.startswith("{") else "null"
+            made = "" if parts else f',"tokens":{_json(places)}'
+            entries.append(f'{{"weights":{weights}{made}}}')
+        return f"[{','.join(entries)}]" if entries else ""
+
+    def _no_choices(self) -> JSONResponse | None:
         """The refusal of a stream that could not say that the weights changed, although it must."""
-        scope = self._request[0]
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._exact is None or _WITH_CHUNKS.fullmatch(path):
+        if self._exact is None or self._has_choices:
             return None
         return _refuse(501, f"{EXACT_SYNC} holds for no stream of this route: leave it out, or do not stream")
 
@@ -175,7 +200,9 @@ class _Reply:
         if self._exact is None:
             return None
         # Published weights have the follower's labels, which are JSON objects.
-        spans = itertools.chain(*(choice.weight_versions or () for choice in itertools.chain(*self.prompts)))
+        spans = itertools.chain(
+            *(choice.weight_versions or () for choice in itertools.chain(*self.prompts.values()))
+        )
         labels = {span.version for span in spans}
         syncs = {json.loads(label)["sync"] if label.startswith("{") else None for label in labels}
         if not syncs - {int(self._exact)}:
@@ -209,20 +236,6 @@ def _refuse(status: int, sentence: str) -> JSONResponse:
     return JSONResponse({"error": error}, status, {"Retry-After": "1"} if status == 503 else None)
 
 
-def _versions(prompts: list[Choices]) -> str:
-    """The versions of all finished choices; "" if none is known."""
-    tokens = dict[str, list[tuple[int, int, int]]]()
-    # A stream's choices finish in any order.
-    choices = (choice for prompt in prompts for choice in sorted(prompt, key=lambda choice: choice.index))
-    for number, choice in enumerate(choices):
-        for span in choice.weight_versions or ():
-            tokens.setdefault(span.version, []).append((number, span.start, span.end))
-    # The follower's labels are JSON objects. vLLM's own, such as "default", are not.
-    weights = ((known if known.startswith("{") else "null", places) for known, places in tokens.items())
-    text = ",".join(f'{{"weights":{known},"tokens":{_json(places)}}}' for known, places in weights)
-    return text and f"[{text}]"
-
-
 def _whole(*served: Manifest | None) -> str:
     """Versions of an answer whose tokens have no labels; "" if none was served."""
     text = ",".join(f'{{"weights":{label_of(each)}}}' for each in served if each)
@@ -236,11 +249,13 @@ def _length(choice: CompletionOutput) -> int:
 
 
 @functools.wraps(_plain)
-async def _generate(*args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+async def _generate(
+    self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+) -> AsyncGenerator[RequestOutput, None]:
     choices = Choices()
     if (prompts := _prompts.get(None)) is not None:
-        prompts.append(choices)
-    async with aclosing(_plain(*args, **kwargs)) as outputs:
+        prompts[request_id] = choices
+    async with aclosing(_plain(self, prompt, sampling_params, request_id, *args, **kwargs)) as outputs:
         async for output in outputs:
             finished = [choice for choice in output.outputs if choice.finished()]
             # An adapter is one version for the whole request; vLLM's own labels are those of the base.
