@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from delta_weight_sync import gpu_build
-from delta_weight_sync.errors import EngineError
+from delta_weight_sync.errors import DeltaWeightSyncError, EngineError
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.vllm import MODEL_NAME, PROCESSED
@@ -105,6 +105,11 @@ class VllmServer(Engine):
             self._client = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
             self.context = self._client.model_config.max_model_len
         except (Exception, SystemExit) as error:  # SystemExit: `--help` in REPLICA_VLLM_ARGS
+            if self._settings.vllm_args and not isinstance(error, DeltaWeightSyncError):
+                # vLLM's message may quote a secret from the arguments, and anyone can read a Space's status.
+                log.error("vLLM did not start: %s", error)
+                problem = "vLLM did not start with these REPLICA_VLLM_ARGS; the replica's log says why"
+                raise EngineError(problem) from error
             raise EngineError(f"vLLM did not start: {error}; see the log above for the reason") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))
         gc.unfreeze()  # the objects of the last start
@@ -135,7 +140,7 @@ class VllmServer(Engine):
             words += ["--max-model-len", str(settings.max_model_len)]
 
         def reject(message: str) -> NoReturn:
-            raise ValueError(f"REPLICA_VLLM_ARGS: {message}")
+            raise ValueError(message)
 
         parser = make_arg_parser(FlexibleArgumentParser())
         parser.error = reject

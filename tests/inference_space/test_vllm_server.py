@@ -11,11 +11,14 @@ from unittest import mock
 
 import pytest
 
+import trainer.policies
 from delta_weight_sync import gpu_build
-from delta_weight_sync.errors import EngineError
+from delta_weight_sync.errors import CompatibilityError, EngineError
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
+
+POLICY = Path(trainer.policies.__file__).parent / "wordle-tiny"
 
 
 @pytest.fixture
@@ -50,6 +53,35 @@ class TestArguments:
         assert arguments("--chat-template {{messages}}").chat_template == "{{messages}}"
         monkeypatch.setenv(PUBLIC_KEY, new_pair()[PUBLIC_KEY])
         assert arguments().chat_template is None
+
+    @pytest.mark.parametrize(
+        ("vllm_args", "quoted"),
+        [
+            ("--hf-tokn=geheimnis", True),  # the parser refuses it
+            ("--hf-overrides '{\"a\": geheimnis}'", True),
+            ("--api-key 'geheimnis", False),  # the shell's rules do
+            ('--speculative-config \'{"method": "geheimnis"}\'', True),  # the engine's configuration does
+        ],
+    )
+    def test_a_secret_in_arguments_that_vllm_refuses_is_only_in_the_log(
+        self, vllm_args, quoted, vllm, tmp_path, monkeypatch
+    ):
+        log = mock.Mock()  # not caplog: with the plugin, vLLM's logger takes the messages
+        monkeypatch.setattr("inference_space.vllm_server.log", log)
+        vllm._settings = Settings(bucket="file:///b", run="r", folder=str(tmp_path), vllm_args=vllm_args)
+        with pytest.raises(EngineError) as refused:
+            vllm.start(POLICY)
+        said = "vLLM did not start with these REPLICA_VLLM_ARGS; the replica's log says why"
+        assert str(refused.value) == said
+        (call,) = log.error.call_args_list
+        assert ("geheimnis" if quoted else "No closing quotation") in str(call)
+
+
+def test_a_sentence_of_the_library_is_shown_with_any_arguments(vllm, tmp_path, monkeypatch):
+    vllm._settings = Settings(bucket="file:///b", run="r", folder=str(tmp_path), vllm_args="--seed 1")
+    monkeypatch.setattr(vllm, "_arguments", mock.Mock(side_effect=CompatibilityError("install vLLM 0.32")))
+    with pytest.raises(EngineError, match=r"install vLLM 0\.32"):
+        vllm.start(tmp_path)
 
 
 @pytest.mark.parametrize(
