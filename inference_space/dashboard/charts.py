@@ -5,7 +5,7 @@ a stroke of length 0 with round caps, so dots stay round. Colours come from the 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -186,12 +186,23 @@ def charts(run: Progress, other: Progress | None = None) -> dict[str, Chart]:
 
 def metric_charts(run: Progress, other: Progress | None = None) -> dict[str, Chart]:
     """Return the chart of each metric that has a panel, by the panel's title. `other` is as for `charts`."""
+    return _each_chart(run.metrics, other.metrics if other else {}, _STEPS)
+
+
+def score_charts(run: Progress, other: Progress | None = None) -> dict[str, Chart]:
+    """Return the chart of each score of `evaluate`, as `metric_charts` does."""
+    return _each_chart(run.scores, other.scores if other else {}, _VERSIONS)
+
+
+def _each_chart(
+    curves: Mapping[str, Series], others: Mapping[str, Series], across: Scale
+) -> dict[str, Chart]:
     number = partial(linear, words="{:.3g}".format)
     drawn: dict[str, Chart] = {}
-    for title, points in run.metrics.items():
-        marks = _compared(other.metrics.get(title, ())) if other else []
+    for title, points in curves.items():
+        marks = _compared(others[title]) if title in others else []
         marks += [Mark("dots", "faint", points), Mark("line", "good", smooth(points))]
-        drawn[title] = fitted(marks, _STEPS, number)
+        drawn[title] = fitted(marks, across, number)
     return drawn
 
 

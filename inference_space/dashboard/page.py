@@ -35,7 +35,7 @@ from delta_weight_sync.store import Bucket
 from delta_weight_sync.util import Guard
 from inference_space.dashboard import data, views
 from inference_space.dashboard.calls import check_calls
-from inference_space.dashboard.charts import charts, metric_charts, timeline
+from inference_space.dashboard.charts import charts, metric_charts, score_charts, timeline
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
 from inference_space.dashboard.state import FRAMES, Progress, moments
 from space_guard.guard import FRAMING
@@ -185,7 +185,11 @@ def body(
     """
     (syncs, axis) = timeline(run)
     name, progress = other or ("", None)
-    drawn = {"charts": charts(run, progress), "metrics": metric_charts(run, progress)}
+    drawn = {
+        "charts": charts(run, progress),
+        "scores": score_charts(run, progress),
+        "metrics": metric_charts(run, progress),
+    }
     return render_template("run.html", run=run, **drawn, other=name, syncs=syncs, axis=axis, view=view)
 
 

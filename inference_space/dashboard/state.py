@@ -67,7 +67,8 @@ _INNER = (
 )
 _PANELS = 12  # panels of metrics; each has at most `_METRIC_POINTS` points
 _METRIC_POINTS = 120
-_KNOWN_METRICS = 64  # max metrics whose curve is kept
+_KNOWN_METRICS = 64  # max metrics whose curve is kept, and max scores of `evaluate`
+_SCORED = 1024  # versions of a score that are kept; of more, every second one
 _METRICS = {
     "games/solve_rate": "solved",
     "games/invalid_rate": "invalid",
@@ -119,7 +120,8 @@ class Progress:
     syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...] = ()  # newest first, each with its slowest commit
     trainer: Series = ()  # (unix seconds, version), in the chart of versions over time
     curves: dict[str, Series] = field(default_factory=dict)  # by the names in `_CURVES`
-    metrics: dict[str, Series] = field(default_factory=dict)  # by the panel's title
+    metrics: dict[str, Series] = field(default_factory=dict)  # (step, value), by the panel's title
+    scores: dict[str, Series] = field(default_factory=dict)  # (version, value), by the panel's title
     reward_steps: int = 0  # how many steps each of the next two means covers
     reward_first: float | None = None  # mean of the first steps
     reward_lately: float | None = None  # mean of the last steps
@@ -174,6 +176,14 @@ class Curve:
         self._groups: list[tuple[int, float, float]] = []  # number of points, sum of x, sum or maximum of y
         self._newest: Point = (0.0, 0.0)
 
+    def back_to(self, x: float) -> bool:
+        """Drop the points at or above `x` if the newest is above it. Return whether it is."""
+        back = x < self._newest[0]
+        if back:
+            self._groups = [group for group in self._groups if group[1] / group[0] < x]
+            self._each = self._each if self._groups else 1
+        return back
+
     def add(self, x: float, y: float) -> None:
         """Add a point to the right of all others."""
         self._newest = x, y
@@ -205,8 +215,11 @@ class RunState:
         self._anchored: deque[int] = deque(maxlen=_ROWS)
         self._curves = {name: Curve(peaks=name in _PEAKS) for name in _CURVES}
         self._metrics: dict[str, Curve] = {}
-        self._first: list[float] = []  # the first rewards
-        self._lately: deque[float] = deque(maxlen=2 * _MEAN)  # the newest rewards
+        # By title: version -> score. In no order, because each start of `evaluate` has a log of its own under
+        # a random name, and a smaller --every scores versions between the others.
+        self._scores: dict[str, dict[int, float]] = {}
+        self._first: list[Point] = []  # the first rewards, with their steps
+        self._lately: deque[Point] = deque(maxlen=2 * _MEAN)  # the newest rewards, with their steps
         self._played: float | None = None  # when the first games were played
         self._slowest: dict[int, CommitEvent] = {}  # by version: the commit with the largest lag
         self._replicas: dict[str, Replica] = {}  # by name, silent longest first
@@ -237,8 +250,7 @@ class RunState:
                 case CommitEvent():
                     self._commit(event)
                 case ScoreEvent():
-                    for score, value in event.scores.items():
-                        self._add_metric(f"{event.name}: {score}, by version", event.version, value)
+                    self._score(event)
                 case DoneEvent():
                     self.seen.done = event
 
@@ -271,9 +283,10 @@ class RunState:
             trainer=tuple(self._trainer),
             curves={name: curve.points() for name, curve in self._curves.items()},
             metrics=self._panels(),
+            scores={title: self._scored(self._scores[title]) for title in [*self._scores][:_PANELS]},
             reward_steps=steps,
-            reward_first=fmean(self._first[:steps]) if self._first else None,
-            reward_lately=fmean(list(self._lately)[-steps:]) if self._lately else None,
+            reward_first=fmean(reward for _, reward in self._first[:steps]) if self._first else None,
+            reward_lately=fmean(reward for _, reward in [*self._lately][-steps:]) if self._lately else None,
         )
 
     def start(self, own: Sequence[ReplicaEvent] = ()) -> Start | None:
@@ -341,12 +354,15 @@ class RunState:
 
     def _step(self, event: StepEvent) -> None:
         if event.reward is not None and math.isfinite(event.reward):
-            self._curves["reward"].add(event.step, event.reward)
-            self._lately.append(event.reward)
+            if self._add_step(self._curves["reward"], event.step, event.reward):
+                self._first = [point for point in self._first if point[0] < event.step]
+                earlier = [point for point in self._lately if point[0] < event.step]
+                self._lately = deque(earlier, self._lately.maxlen)
+            self._lately.append((event.step, event.reward))
             if len(self._first) < _MEAN:
-                self._first.append(event.reward)
+                self._first.append((event.step, event.reward))
         for metric in _METRICS.keys() & event.metrics.keys():
-            self._curves[_METRICS[metric]].add(event.step, event.metrics[metric])
+            self._add_step(self._curves[_METRICS[metric]], event.step, event.metrics[metric])
         for metric, value in event.metrics.items():
             if metric in _TITLES or not metric.startswith(_INNER):
                 self._add_metric(metric, event.step, value)
@@ -355,11 +371,37 @@ class RunState:
             if not event.step and self._played is None:
                 self._played = event.t
 
-    def _add_metric(self, metric: str, x: float, value: float) -> None:
+    def _add_step(self, curve: Curve, step: int, value: float) -> bool:
+        """Add a point. A trainer that resumes or starts again takes its last steps, or all, once more: they
+        replace the earlier ones. Return whether it did."""
+        back = curve.back_to(step)
+        curve.add(step, value)
+        return back
+
+    def _score(self, event: ScoreEvent) -> None:
+        for name, value in event.scores.items():
+            title = f"{event.name}: {name}"
+            if title not in self._scores and len(self._scores) == _KNOWN_METRICS:
+                continue
+            values = self._scores.setdefault(title, {})
+            values[event.version] = value
+            if len(values) > _SCORED:
+                for version in sorted(values)[-2::-2]:
+                    del values[version]
+
+    def _scored(self, values: Mapping[int, float]) -> Series:
+        """The curve of a score up to the newest version of now."""
+        curve = Curve(most=_METRIC_POINTS)
+        for version in sorted(values):
+            if version <= self.seen.version:
+                curve.add(version, values[version])
+        return curve.points()
+
+    def _add_metric(self, metric: str, step: int, value: float) -> None:
         if metric not in self._metrics and len(self._metrics) < _KNOWN_METRICS:
             self._metrics[metric] = Curve(most=_METRIC_POINTS)
         if metric in self._metrics and math.isfinite(value):
-            self._metrics[metric].add(x, value)
+            self._add_step(self._metrics[metric], step, value)
 
     def _panels(self) -> dict[str, Series]:
         """Return the curves of the metrics that have a panel, by title, in the order of `_TITLES`."""

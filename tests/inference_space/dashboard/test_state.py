@@ -180,13 +180,31 @@ def test_replicas_and_the_trainer_are_compared_with_the_published_digest(publish
 def test_rates_come_from_the_steps_that_have_them() -> None:
     given = {1: 0.5, 2: None, 3: None, 4: 0.75}
     steps = [StepEvent(t=0, step=step, reward=reward, metrics={}) for step, reward in given.items()]
-    stale = StepEvent(t=0, step=5, reward=None, metrics={"sample/staleness_mean": 2.0})
-    run = progress(*steps, rewards(solve_rate=0.5, invalid_rate=0.1), stale)
-    assert run.curves["reward"] == ((1, 0.5), (4, 0.75), (1, 1.0))
+    rated = rewards(solve_rate=0.5, invalid_rate=0.1).model_copy(update={"step": 5})
+    stale = StepEvent(t=0, step=6, reward=None, metrics={"sample/staleness_mean": 2.0})
+    run = progress(*steps, rated, stale)
+    assert run.curves["reward"] == ((1, 0.5), (4, 0.75), (5, 1.0))
     assert (run.reward_steps, run.reward_first, run.reward_lately) == (1, 0.5, 1.0), "the windows are apart"
     rates = [run.curves[name] for name in ("solved", "invalid", "staleness")]
-    assert rates == [((1, 0.5),), ((1, 0.1),), ((5, 2.0),)]
+    assert rates == [((5, 0.5),), ((5, 0.1),), ((6, 2.0),)]
     assert run.group is None
+
+
+@pytest.mark.parametrize("again", [0, 390])
+def test_steps_that_a_trainer_takes_again_replace_the_earlier_ones(again: int) -> None:
+    """It resumed from step `again`, or started again."""
+
+    def steps(first: int, last: int, value: float) -> list[StepEvent]:
+        metrics = {"loss": value, "games/solve_rate": value}
+        return [StepEvent(t=0, step=n, reward=value, metrics=metrics) for n in range(first, last)]
+
+    run = progress(*steps(1, 400, 1.0), *steps(again + 1, again + 11, 2.0))
+    for curve in (run.curves["reward"], run.curves["solved"], run.metrics["Loss"]):
+        across = [step for step, _ in curve]
+        assert across == sorted(set(across))
+        assert (across[-1], curve[-1][1]) == (again + 10, 2.0)
+        assert len(curve) == 10 if not again else curve[0][1] == 1.0
+    assert (run.reward_first, run.reward_lately) == ((1.0, 1.5) if again else (2.0, 2.0))
 
 
 def test_the_staircase_of_a_stuck_replica_reaches_into_the_window() -> None:
@@ -282,11 +300,39 @@ def test_metrics_and_scores_have_bounded_curves_known_ones_first() -> None:
     many = StepEvent(t=3.0, step=1001, reward=None, metrics={f"other{n}": 1.0 for n in range(200)})
     shown = folded(sync(0, 1100), sync(1, 9), sync(2, 9), *steps, score, many).progress()
     assert shown
-    assert [*shown.metrics][:3] == ["Loss", "my/own", "mmlu: accuracy, by version"]
-    assert shown.metrics["mmlu: accuracy, by version"] == ((2, 0.61),)
+    assert [*shown.metrics][:2] == ["Loss", "my/own"]
+    assert shown.scores == {"mmlu: accuracy": ((2, 0.61),)}
     assert shown.metrics["my/own"][-1] == (1000, 1000.0)
     assert len(shown.metrics) == 12
     assert max(map(len, shown.metrics.values())) <= 121
+
+
+def score(version: int, value: float) -> ScoreEvent:
+    return ScoreEvent(t=1.0, version=version, digest=DIGEST, name="eval", scores={"loss": value}, seconds=1.0)
+
+
+@pytest.mark.parametrize("order", [(range(5, 10), range(5)), (range(0, 10, 2), range(1, 10, 2))])
+def test_scores_are_drawn_by_version_in_whatever_order_they_are_read(order: tuple[range, range]) -> None:
+    """Each start of `evaluate` writes a log under a random name, and --every may be smaller than before."""
+    full = [StepEvent(t=1.0, step=1, reward=1.0, metrics={f"own{n}": 1.0 for n in range(12)})]
+    scores = [score(version, 1 - version / 10) for part in order for version in part]
+    run = folded(*scores, *(sync(version, 9) for version in range(10)), *full).progress()
+    assert run
+    assert run.scores["eval: loss"] == tuple((version, 1 - version / 10) for version in range(10))
+    page = str(body(run))
+    (panel,) = re.findall(r"<h2>eval: loss</h2>.*?</figure>", page, re.DOTALL)
+    assert "<output>0.1</output><p>of each evaluated version, and its trend</p>" in panel
+    assert 'data-x="version ' in panel
+
+
+def test_scores_of_a_long_run_have_bounded_curves_that_end_at_the_newest() -> None:
+    newest = 20_000
+    run = folded(*(score(n, n) for n in range(newest + 1)), sync(newest, 9)).progress()
+    assert run
+    curve = run.scores["eval: loss"]
+    assert curve[-1] == (newest, newest)
+    assert 60 <= len(curve) <= 121
+    assert folded(score(3, 1.0), sync(2, 9)).progress().scores["eval: loss"] == (), "not of this moment"
 
 
 def test_a_refresh_reads_and_sends_no_more_than_that_of_a_short_run(bucket, cache, view) -> None:
