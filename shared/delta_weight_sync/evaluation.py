@@ -7,13 +7,15 @@ so scores are for people: anyone who may write to the bucket can forge them.
 import json
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import Final
 from uuid import uuid4
 
-from delta_weight_sync.errors import CommandError
+from delta_weight_sync.errors import CommandError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import RunReader, manifests_of
 from delta_weight_sync.records import Manifest, Writer
 from delta_weight_sync.runlog import METRICS, RunLogReader, RunLogWriter, ScoreEvent, finite
+from delta_weight_sync.store import ObjectInfo
 
 _ONE: Final = "score"  # the name of a score that is printed as a number alone
 
@@ -53,15 +55,29 @@ class Evaluations:
         self._name = name
         self._every = every
         self._done = {(e.version, e.digest) for e in scores_of(reader) if e.name == name}
+        self._listed: dict[int, ObjectInfo] = {}  # version -> its manifest in the last listing
+        self._scored = set[ObjectInfo]()  # manifests of versions that have scores: they are not read again
         self._log = RunLogWriter(reader.bucket, reader.keys.run, Writer(0, uuid4().hex))
 
-    def due(self, failed: Collection[int]) -> Iterator[Manifest]:
-        """The versions to evaluate, oldest first: each `every`-th one that has no scores yet."""
-        for version in sorted(manifests_of(self._reader.bucket.list(self._reader.keys.manifests))):
-            if version % self._every == 0 and version not in failed:
-                manifest = self._reader.manifest(version)
-                if (version, manifest.digest) not in self._done:
-                    yield manifest
+    def due(self, failed: Collection[int]) -> list[int]:
+        """The versions to look at, oldest first: each `every`-th one that is not known to have scores. Lists
+        the manifests, and reads none, so a look that finds nothing new is cheap on the Hub."""
+        self._listed = manifests_of(self._reader.bucket.list(self._reader.keys.manifests))
+        every_nth = (version for version in self._listed if version % self._every == 0)
+        return sorted(n for n in every_nth if n not in failed and self._listed[n] not in self._scored)
+
+    def manifest(self, version: int) -> Manifest | None:
+        """The manifest of a version in `due`; None if it has scores. Raises as `RunReader.manifest`."""
+        info = self._listed[version]
+        manifest: Manifest | None = None
+        with suppress(ProtocolError, ObjectMissingError):  # another writer's manifest may count: see below
+            manifest = self._reader.read_listed(info.key)
+        if manifest is None or (version, manifest.digest) not in self._done:
+            manifest = self._reader.manifest(version)  # takes several requests
+        if (version, manifest.digest) not in self._done:
+            return manifest
+        self._scored.add(info)
+        return None
 
     def add(self, manifest: Manifest, scores: dict[str, float], seconds: float) -> None:
         """Write the scores of a version. Raises `BucketError`; the scores are then written later."""

@@ -1,13 +1,15 @@
 """`evaluate`: which versions run, what counts as a score, and what a restart repeats."""
 
 import json
+from contextlib import closing
 
 import pytest
 
 from delta_weight_sync.errors import CommandError
-from delta_weight_sync.evaluation import parsed_scores, scores_of
-from delta_weight_sync.reader import open_run
+from delta_weight_sync.evaluation import Evaluations, parsed_scores, scores_of
+from delta_weight_sync.reader import RunReader, open_run
 from tests.cli.command import command
+from tests.support.buckets import CountedBucket
 from tests.support.published_run import write_run
 
 
@@ -54,6 +56,19 @@ def test_a_command_that_fails_is_reported_and_the_others_go_on(url):
     assert command("evaluate", url, "--every", 1, "--once", "--", "echo {version}").output == (
         "version 2: score 2\n"
     ), "only the version without scores is due at the next start"
+
+
+def test_a_look_without_news_is_one_listing(url):
+    """The Hub allows a free user 1,000 requests in five minutes, and `evaluate` looks every five seconds."""
+    command("evaluate", url, "--every", 1, "--once", "--", "echo {version}")
+    bucket = CountedBucket(open_run(url).bucket)
+    with closing(Evaluations(RunReader(bucket, "test"), "eval", 1)) as evaluations:
+        bucket.asked.clear()
+        assert [evaluations.manifest(version) for version in evaluations.due(())] == [None] * 5
+        assert bucket.asked == {"list": 1, "get": 5}, "after a start, each manifest is read once"
+        bucket.asked.clear()
+        assert evaluations.due(()) == []
+        assert bucket.asked == {"list": 1}
 
 
 def test_a_command_that_is_the_same_for_all_versions_is_refused(url):

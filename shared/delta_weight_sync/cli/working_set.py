@@ -227,7 +227,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     with ended_by_signals(), closing(Evaluations(reader, arguments.name, arguments.every)) as evaluations:
         while True:
             try:
-                for manifest in evaluations.due(failed):
+                for version in evaluations.due(failed):
+                    if (manifest := evaluations.manifest(version)) is None:
+                        continue
                     try:
                         _evaluate_one(reader, manifest, text, evaluations)
                     except (CommandError, ProtocolError) as error:
