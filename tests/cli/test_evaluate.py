@@ -58,6 +58,24 @@ def test_a_command_that_fails_is_reported_and_the_others_go_on(url):
     ), "only the version without scores is due at the next start"
 
 
+def test_a_damaged_or_lost_version_is_reported_and_later_ones_are_evaluated(url):
+    bucket = open_run(url).bucket
+    manifests = sorted(info.key for info in bucket.list("runs/test/manifests/"))
+    bucket.put(manifests[1], b"damaged")
+    deltas = sorted(info.key for info in bucket.list("runs/test/deltas/"))
+    bucket.delete(deltas[-1:])
+    done = command("evaluate", url, "--every", 1, "--once", "--", "echo {version}")
+    assert done.output.splitlines() == [f"version {n}: score {n}" for n in (0, 2, 3)]
+    said = done.complaint.splitlines()
+    assert [line.split(":")[1] for line in said[:2]] == [f" version {n} has no scores" for n in (1, 4)]
+    assert manifests[1] in said[0]
+    assert deltas[-1] in said[1]
+    assert (done.code, said[2:]) == (
+        1,
+        ["delta-weight-sync evaluate: 2 versions have no scores: see the lines above"],
+    )
+
+
 def test_a_look_without_news_is_one_listing(url):
     """The Hub allows a free user 1,000 requests in five minutes, and `evaluate` looks every five seconds."""
     command("evaluate", url, "--every", 1, "--once", "--", "echo {version}")

@@ -17,7 +17,16 @@ from delta_weight_sync import badge
 from delta_weight_sync.cli.parts import URLS, add_run, opened, print_rows, version_or_tag
 from delta_weight_sync.cli.shell import PLACES, ended_by_signals, run_in_shell
 from delta_weight_sync.differences import differences
-from delta_weight_sync.errors import BucketError, CommandError, ConfigError, ProtocolError, printable
+from delta_weight_sync.errors import (
+    BucketError,
+    CodecError,
+    CommandError,
+    ConfigError,
+    NoVersionError,
+    ObjectMissingError,
+    ProtocolError,
+    printable,
+)
 from delta_weight_sync.evaluation import Evaluations, parsed_scores
 from delta_weight_sync.push import push_version
 from delta_weight_sync.reader import Problems, RunReader, open_run
@@ -215,8 +224,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
       delta-weight-sync evaluate RUN --every 50 -- python evaluate.py {path}
 
     The scores go into the run's log; `log --scores` prints them, and the dashboard draws them. A version that
-    has scores under this name is not evaluated again, also after a restart. If COMMAND fails, the version is
-    left out until the next start, and with --once the exit code is 1. The log is not signed.
+    has scores under this name is not evaluated again, also after a restart. If COMMAND fails, or an object of
+    the version is damaged or missing, the version is left out until the next start, and with --once the exit
+    code is 1. The log is not signed.
     """
     words: list[str] = arguments.command_words
     text = words[0] if len(words) == 1 else " ".join(map(_quoted, words))
@@ -228,14 +238,15 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         while True:
             try:
                 for version in evaluations.due(failed):
-                    if (manifest := evaluations.manifest(version)) is None:
-                        continue
                     try:
-                        _evaluate_one(reader, manifest, text, evaluations)
-                    except (CommandError, ProtocolError) as error:
-                        failed.add(manifest.version)
-                        _complain(f"version {manifest.version} has no scores: {error}")
-            except (BucketError, ProtocolError) as error:
+                        if manifest := evaluations.manifest(version):
+                            _evaluate_one(reader, manifest, text, evaluations)
+                    except NoVersionError:  # its trainer has not stored HEAD yet
+                        continue
+                    except (CommandError, ProtocolError, CodecError, ObjectMissingError) as error:
+                        failed.add(version)
+                        _complain(f"version {version} has no scores: {error}")
+            except BucketError as error:
                 if arguments.once:
                     raise
                 _complain(str(error))
