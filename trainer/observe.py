@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -24,6 +25,7 @@ POKE_TIMEOUT_S = 5.0
 _POLL_S = 1.0
 _GROUP_EVERY_S = 5.0
 _ASKED_AT_ONCE = 16  # replicas
+_log = logging.getLogger(__name__)
 
 
 class StepRecorder(TrainerCallback):
@@ -162,10 +164,12 @@ class ReplicaWatch:
                 with self._guard:
                     urls = self._fleet.urls()
                     # Together, because a replica that does not answer takes five seconds.
-                    for url, report in zip(urls, pool.map(self._ask, urls), strict=True):
-                        self._record(url, report)
+                    reports = list(pool.map(self._ask, urls))
+                    # First, because a replica that started again at another URL keeps its name.
                     for url in self._last.keys() - urls:
                         self._remove(self._last.pop(url))
+                    for url, report in zip(urls, reports, strict=True):
+                        self._record(url, report)
 
     def _remove(self, last: ReplicaEvent) -> None:
         gone = dict.fromkeys(("version", "digest", "error", "quantized"))
@@ -186,6 +190,8 @@ class ReplicaWatch:
             return ReplicaReport(status=gone, commits=())
 
     def _record(self, url: str, report: ReplicaReport) -> None:
+        previous = self._last.get(url)
+        report = self._told_apart(url, report, previous)
         new = [commit for commit in report.commits if commit.version > self._after[url]]
         for commit in new:
             self._log.append(commit)
@@ -194,13 +200,25 @@ class ReplicaWatch:
             own = {"source": report.status.replica, "trainer": False, "version": None}
             self._log.append(report.traffic.model_copy(update=own))
         self._after[url] = max(self._after[url], *(commit.version for commit in new), -1)
-        previous = self._last.get(url)
         now = report.status
         if previous and previous.replica != now.replica:  # before its first answer, its URL is its name
             self._remove(previous)
         self._last[url] = now
         if previous is None or now.model_copy(update={"t": previous.t}) != previous:
             self._log.append(now)
+
+    def _told_apart(self, url: str, report: ReplicaReport, previous: ReplicaEvent | None) -> ReplicaReport:
+        name = report.status.replica
+        if all(last.replica != name for other, last in self._last.items() if other != url):
+            return report
+        apart = report.renamed(url)
+        if previous is None or previous.replica != apart.status.replica:
+            _log.warning(
+                "two replicas have the name %r, so %s is recorded as %r: set its REPLICA_NAME or"
+                " DELTA_WEIGHT_SYNC_NAME",
+                *(name, url, apart.status.replica),
+            )
+        return apart
 
 
 class Pokes:

@@ -7,7 +7,7 @@ visitors make the dashboard read, because replicas and the trainer need the owne
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +24,7 @@ from delta_weight_sync.runlog import Event as LogEvent
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.store import SMALL, Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import Guard, size_text, time_text
+from inference_space.dashboard.remote import RemoteReplica
 from inference_space.dashboard.state import Progress, RunState, Start
 from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
 
@@ -80,6 +81,7 @@ class _Asked:
 
     def __init__(self, ask: Report) -> None:
         self._ask = ask
+        self.url = ask.url if isinstance(ask, RemoteReplica) else "this replica"
         # Its newest commits: version and time in milliseconds. They come from its report and, later, from the
         # log, if the trainer asks this replica, too.
         self.commits: deque[tuple[int, int]] = deque(maxlen=_OWN_COMMITS)
@@ -152,7 +154,7 @@ class RunCache:
         problem = None
         try:
             with ThreadPoolExecutor(max(1, len(self._reports)), "replica-status") as pool:
-                reports = [*pool.map(_Asked.report, self._reports)]
+                reports = self._told_apart(pool.map(_Asked.report, self._reports))
             # Remove the status's time, because it would make every refresh look like a change.
             own = [report.status.model_copy(update={"t": 0.0}) for report in reports]
             self._read(own)
@@ -190,6 +192,15 @@ class RunCache:
         )
         if vars(now) != vars(was):
             self._view = replace(now, revision=was.revision + 1)
+
+    def _told_apart(self, reports: Iterable[ReplicaReport]) -> list[ReplicaReport]:
+        """The reports, each under a name of its own: by default, all replicas of a machine have its name."""
+        names = set[str]()
+        told: list[ReplicaReport] = []
+        for asked, report in zip(self._reports, reports, strict=True):
+            told.append(report.renamed(asked.url) if report.status.replica in names else report)
+            names.add(report.status.replica)
+        return told
 
     def _read(self, own: Sequence[ReplicaEvent]) -> None:
         info = self._find()

@@ -12,14 +12,14 @@ class RemoteReplica:
     """A replica at an address, such as `http://127.0.0.1:8000`. Calling it returns its report."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
-        self._name = url.rstrip("/")  # until its first answer, which has its name
+        self.url = url.rstrip("/")
+        self._name = self.url  # until its first answer, which has its name
 
     def __call__(self, after: int) -> ReplicaReport:
         """Return its state, and its commits of versions after `after`. Never raises: without a valid answer,
         the state is "unreachable", with the reason."""
         try:
-            report = ReplicaReport.model_validate_json(read_status(self._url, after))
+            report = ReplicaReport.model_validate_json(read_status(self.url, after))
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             gone = ReplicaEvent(
                 t=time.time(),
@@ -27,7 +27,7 @@ class RemoteReplica:
                 state="unreachable",
                 version=None,
                 digest=None,
-                error=f"{self._url} gives no status ({type(error).__name__})",
+                error=f"{self.url} gives no status ({type(error).__name__})",
             )
             return ReplicaReport(status=gone, commits=())
         self._name = report.status.replica

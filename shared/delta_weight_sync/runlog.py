@@ -191,6 +191,13 @@ class ReplicaReport(Record):
     sampling_defaults: dict[Word, Number] = Field(default={}, max_length=16)
     drafts: Drafts | None = None  # None if vLLM does not decode speculatively
 
+    def renamed(self, url: str) -> "ReplicaReport":
+        """The report if another replica has this one's name, as all of one machine have by default: its URL
+        is added to the name."""
+        own = {"replica": f"{self.status.replica} ({url})"}
+        commits = tuple(commit.model_copy(update=own) for commit in self.commits)
+        return self.model_copy(update={"status": self.status.model_copy(update=own), "commits": commits})
+
 
 class ScoreEvent(Record):
     """A version was evaluated. `name` says by what, `digest` which weights were evaluated."""

@@ -9,15 +9,22 @@ from types import SimpleNamespace
 import pytest
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from delta_weight_sync.runlog import ReplicaReport, RunLogReader, RunLogWriter, StepEvent
+from delta_weight_sync.runlog import (
+    CommitEvent,
+    ReplicaEvent,
+    ReplicaReport,
+    RunLogReader,
+    RunLogWriter,
+    StepEvent,
+)
 from delta_weight_sync.store import open_bucket
 from tests.support import recorded
 from tests.support.http_server import Request, answering
-from tests.support.records import WRITER, status
+from tests.support.records import WRITER, commit, status
 from tests.support.waiting import soon
 from tests.trainer.test_spaces import watch
 from trainer import observe
-from trainer.observe import Pokes, StepRecorder
+from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 from trainer.spaces import Fleet
 from trainer.tasks import Turns, wordle
 
@@ -93,6 +100,38 @@ def test_a_replica_that_tells_its_name_is_no_longer_logged_under_its_url(tmp_pat
         watch(tmp_path, url, 3)
     states = [(e.replica, e.state) for e in RunLogReader(open_bucket(tmp_path.as_uri()), "run").poll()]
     assert states == [(url, "unreachable"), (url, "removed"), ("r", "serving")]
+
+
+def test_two_replicas_of_one_name_are_recorded_apart(tmp_path, monkeypatch, caplog):
+    """By default, each replica has the name of its machine."""
+    monkeypatch.setattr(observe, "_POLL_S", 0.01)
+
+    def reports(version: int) -> bytes:
+        commits = (commit("box", version),)
+        return ReplicaReport(status=status("box", version), commits=commits).model_dump_json().encode()
+
+    bucket = open_bucket(tmp_path.as_uri(), create=True)
+    log = RunLogWriter(bucket, "run", WRITER)
+    with (
+        answering(lambda _: (200, {}, reports(7))) as first,
+        answering(lambda _: (200, {}, reports(3))) as second,
+    ):
+        listed = tmp_path / "replicas"
+        listed.write_text(f"{first}\n{second}\n")
+        asking = ReplicaWatch(Fleet([str(listed)]), log)
+        soon(lambda: len(asking._last) == 2)
+        listed.write_text(second)
+        soon(lambda: [last.replica for last in asking._last.values()] == ["box"])
+        asking.close()
+    log.close()
+    events = list(RunLogReader(bucket, "run").poll())
+    apart = f"box ({second})"
+    assert {(e.replica, e.version) for e in events if isinstance(e, CommitEvent)} == {("box", 7), (apart, 3)}
+    states = [(e.replica, e.state) for e in events if isinstance(e, ReplicaEvent)]
+    both = [("box", "serving"), (apart, "serving")]
+    assert states == [*both, ("box", "removed"), (apart, "removed"), ("box", "serving")]
+    (said,) = [record.getMessage() for record in caplog.records if "have the name" in record.getMessage()]
+    assert f"{second} is recorded as '{apart}': set its REPLICA_NAME" in said
 
 
 def sample(group: int, reward: float, *turns: tuple[str, str]) -> RolloutSample:

@@ -210,15 +210,17 @@ class TwoReplicas:
         self.asked = dict[str, list[int]]()
         self.app = FastAPI()
         self.size = 0  # bytes by which an answer is too large
+        self.host = ""  # the name of both; else, each has that of its place
         for place, path in {"a": "delta_weight_sync/status", "b": "status"}.items():
             self.app.get(f"/{place}/{path}")(functools.partial(self.answer, place))
 
     async def answer(self, place: str, after: int) -> Response:
         self.asked.setdefault(place, []).append(after)
-        status = ReplicaEvent(t=1.0, replica=place, state="serving", version=2, digest=digest_of(2))
+        name = self.host or place
+        status = ReplicaEvent(t=1.0, replica=name, state="serving", version=2, digest=digest_of(2))
         times = {"fetch_s": 0.1, "stage_s": 0.1, "pause_ms": 0.5, "commit_ms": 0.4}
         commits = [
-            CommitEvent(t=1.0 + n, replica=place, version=n, digest=digest_of(n), lag_s=1.0, **times)
+            CommitEvent(t=1.0 + n, replica=name, version=n, digest=digest_of(n), lag_s=1.0, **times)
             for n in (1, 2)
             if n > after
         ]
@@ -253,6 +255,20 @@ def test_replicas_are_asked_where_no_trainer_logs_them(bucket: Bucket) -> None:
         assert all(view.progress.matches(r.status) for r in view.progress.replicas if r.status.version)
         replicas.size = 5 << 20
         assert reports[0](2).status.state == "unreachable", "its answer has no end"
+
+
+def test_replicas_of_one_name_are_shown_apart(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = started(bucket)
+    written.log.close()
+    replicas = TwoReplicas()
+    monkeypatch.setattr(replicas, "host", "box")
+    with serving(replicas.app) as url:
+        reports = [RemoteReplica(f"{url}/{place}") for place in "ab"]
+        cache = RunCache(bucket, None, reports=reports)
+        view = until(cache, lambda view: version(view) == 2)
+    assert view.progress
+    shown = [(r.status.replica, r.status.version, [n for n, _ in r.lags]) for r in view.progress.replicas]
+    assert shown == [("box", 2, [1, 2]), (f"box ({url}/b)", 2, [1, 2])]
 
 
 @pytest.mark.full
