@@ -21,7 +21,7 @@ from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.reader import RunReader, open_run
 from delta_weight_sync.records import Head, Manifest, Writer, reference
-from delta_weight_sync.signing import SIGNING_KEY, new_pair
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command
 from tests.support.alive import Alive
@@ -89,6 +89,23 @@ def test_runs_lists_the_runs_of_a_bucket(finished):
     (row,) = [json.loads(line) for line in command("runs", url, "--json").output.splitlines()]
     assert (row["run"], row["newest"]) == ("test", 4)
     assert command("runs", url).output.splitlines()[1].split()[-1] == "test"
+
+
+def test_runs_goes_on_after_a_run_that_it_may_not_read(tmp_path, monkeypatch):
+    url = (tmp_path / "bucket").as_uri()
+    write_run(url, tmp_path / "base", versions=1, run="a-unsigned")
+    keys = new_pair()
+    monkeypatch.setenv(SIGNING_KEY, keys[SIGNING_KEY])
+    write_run(url, tmp_path / "base", versions=2, run="b-signed")
+    monkeypatch.delenv(SIGNING_KEY)
+    monkeypatch.setenv(PUBLIC_KEY, keys[PUBLIC_KEY])
+    done = command("runs", url)
+    _, unsigned, signed, reason = done.output.splitlines()
+    assert (done.code, unsigned.split()[-1], signed.split()[0]) == (0, "a-unsigned", "1")
+    assert reason.startswith("a-unsigned is not read: ")
+    first, second = (json.loads(line) for line in command("runs", url, "--json").output.splitlines())
+    assert reason.endswith(first["problem"])
+    assert second["newest"] == 1
 
 
 @pytest.mark.finding("M9")

@@ -16,10 +16,10 @@ from typing import Any, Final
 from delta_weight_sync.checkout import FollowedVersion, build, follow
 from delta_weight_sync.cli.parts import URLS, add_run, opened, print_rows, version_or_tag
 from delta_weight_sync.cli.shell import ended_by_signals, run_in_shell
-from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
+from delta_weight_sync.errors import CommandError, FolderError, ObjectMissingError, ProtocolError, printable
 from delta_weight_sync.evaluation import scores_of
 from delta_weight_sync.prune import Keep, Pruner, prune
-from delta_weight_sync.reader import RunReader, manifests_of, runs_in
+from delta_weight_sync.reader import Problems, RunReader, manifests_of, runs_in
 from delta_weight_sync.records import Keys, Manifest
 from delta_weight_sync.run import Run
 from delta_weight_sync.runlog import RunLogReader, ScoreEvent, SyncEvent, TrafficEvent
@@ -102,15 +102,24 @@ def _when(manifest: Manifest) -> str:
 
 def _runs(arguments: Arguments) -> None:
     bucket = open_bucket(arguments.url)
+    problems: Problems = {}
 
     def rows() -> Iterator[dict[str, Any]]:
         for run in runs_in(bucket):
             size = sum(info.size for info in bucket.list(Keys(run).folder))
-            newest = RunReader(bucket, run).newest()
-            facts = {"newest": newest.version, "published": _when(newest)} if newest else {}
+            facts: dict[str, Any] = {}
+            try:
+                if newest := RunReader(bucket, run).newest():
+                    facts = {"newest": newest.version, "published": _when(newest)}
+            except (ProtocolError, ObjectMissingError) as error:  # such as one that no trusted key signed
+                problems[run] = error
+                facts = {"problem": str(error)}
             yield {"newest": "", "published": ""} | facts | {"size": size, "run": run}
 
     print_rows("{newest:>7}  {published:19}  {size:>8}  {run}", rows(), arguments.json)
+    for run, error in problems.items():
+        if not arguments.json:
+            print(f"{run} is not read: {printable(str(error))}")
 
 
 def _log(arguments: Arguments) -> None:
