@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.reader import split_run
 from delta_weight_sync.records import Keys
 from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard.export import export
@@ -20,7 +21,7 @@ def main() -> None:
     """Serve the dashboard until interrupted, or write it to a folder."""
     parser = argparse.ArgumentParser(prog="python -m inference_space.dashboard", description=__doc__)
     add = parser.add_argument
-    add("--bucket", required=True, metavar="URL", help="hf://, s3:// or file://")
+    add("--bucket", required=True, metavar="URL", help="hf://, s3:// or file://; #<run> names the run")
     add("--run", help="the run to show (default: the one created last)")
     add("--compare", default="", metavar="RUN", help="also draw the curves of this run")
     add("--replicas", nargs="*", default=(), metavar="URL", help="replicas to ask for their versions")
@@ -28,19 +29,23 @@ def main() -> None:
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=0, help="default: any free port")
     args = parser.parse_args()
+    place, named = split_run(args.bucket)
+    run = args.run or named or None
+    if named not in ("", run):
+        sys.exit(f"dashboard: --bucket names run {named!r}, and --run names {run!r}: name one")
     try:
-        bucket = open_bucket(args.bucket)
+        bucket = open_bucket(place)
         if args.export:
-            print(export(bucket, args.run, args.export))
+            print(export(bucket, run, args.export))
             return
         if args.compare and bucket.stat(Keys(args.compare).info) is None:
-            sys.exit(f"dashboard: --compare: {args.bucket} holds no run {args.compare!r}")
+            sys.exit(f"dashboard: --compare: {place} holds no run {args.compare!r}")
         listening = socket.create_server((args.host, args.port))
         _say_if_unreadable(bucket)
     except (DeltaWeightSyncError, OSError) as error:
         sys.exit(f"dashboard: {error}")
     reports = [RemoteReplica(url) for url in args.replicas]
-    app = mount(FastAPI(), bucket, args.run, reports=reports, compare=args.compare)
+    app = mount(FastAPI(), bucket, run, reports=reports, compare=args.compare)
     with listening:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
         # An open page holds a connection that never ends by itself, so a stop waits only 1 s for connections.

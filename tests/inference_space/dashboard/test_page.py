@@ -18,6 +18,7 @@ import pytest
 from fastapi import FastAPI
 
 from delta_weight_sync.codec import TensorRow
+from delta_weight_sync.records import RunInfo
 from delta_weight_sync.runlog import Rollout, StepEvent
 from delta_weight_sync.store import ObjectInfo, open_bucket
 from inference_space.dashboard import page as page_module
@@ -185,6 +186,20 @@ def test_an_impossible_export_ends_with_one_sentence(tmp_path, monkeypatch, url:
     with pytest.raises(SystemExit, match=said):
         main()
     assert not (tmp_path / "site").exists()
+
+
+def test_the_url_of_the_bucket_may_name_the_run(tmp_path: Path, monkeypatch) -> None:
+    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
+    real_run(bucket)
+    newer = RunInfo(run="newer", model="m", created_at=2e9, full_bytes=1)
+    bucket.put("runs/newer/run.json", newer.to_bytes())
+    words = ["dashboard", "--bucket", f"{bucket.url}#r", "--export", f"{tmp_path}/site"]
+    monkeypatch.setattr("sys.argv", words)
+    main()
+    assert "<title>Delta Weight Sync: r</title>" in (tmp_path / "site" / "index.html").read_text()
+    monkeypatch.setattr("sys.argv", [*words, "--run", "newer"])
+    with pytest.raises(SystemExit, match="--bucket names run 'r', and --run names 'newer': name one"):
+        main()
 
 
 def test_an_export_has_as_many_pages_of_the_listing_as_the_page_names(tmp_path: Path) -> None:
