@@ -13,8 +13,15 @@ from typing import Any
 import httpx
 from transformers import TrainerCallback
 
-from delta_weight_sync.records import LARGEST
-from delta_weight_sync.runlog import METRICS, ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
+from delta_weight_sync.runlog import (
+    METRICS,
+    ReplicaEvent,
+    ReplicaReport,
+    Rollout,
+    RunLogWriter,
+    StepEvent,
+    finite,
+)
 from delta_weight_sync.util import Guard
 from trainer import spaces
 from trainer.spaces import Fleet
@@ -76,7 +83,7 @@ class StepRecorder(TrainerCallback):
             self._note_step(state.global_step, logs or {})
 
     def _note_step(self, step: int, logs: Mapping[str, Any]) -> None:
-        found = ((key, n) for key, value in logs.items() if (n := _number(value)) is not None)
+        found = ((key, n) for key, value in logs.items() if (n := finite(value)) is not None)
         rates = {name: count / total for name, (count, total) in self._counts.items() if total}
         metrics = dict(itertools.islice(found, METRICS - len(rates)))
         if "reward" not in metrics:
@@ -93,7 +100,7 @@ class StepRecorder(TrainerCallback):
             self._complete = []
             self._group_due = time.monotonic() + _GROUP_EVERY_S
         rollouts = [
-            Rollout(turns=_turns(s.completion), reward=_number(s.metrics.get("reward")), sync=s.model_version)
+            Rollout(turns=_turns(s.completion), reward=finite(s.metrics.get("reward")), sync=s.model_version)
             for s in group
         ]
         event = StepEvent(
@@ -122,11 +129,6 @@ def _text(message: dict[str, Any]) -> str:
     calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
     words = [" ".join(map(str, call.values())) if isinstance(call, dict) else str(call) for call in calls]
     return " ".join(filter(None, [str(message.get("content") or ""), *words]))
-
-
-def _number(value: Any) -> float | None:
-    """The value as a float if the log can hold it: a number within `LARGEST`; otherwise None."""
-    return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None
 
 
 class ReplicaWatch:
