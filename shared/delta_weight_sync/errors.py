@@ -5,6 +5,7 @@ known. Each class has a `kind`, a short, stable name that crosses process bounda
 `kind` has the kind of its base.
 """
 
+import errno
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
@@ -32,6 +33,7 @@ __all__ = [
     "UndoLogError",
 ]
 _LONGEST: Final = 4000  # max characters of a message
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DeltaWeightSyncError(Exception):
@@ -183,6 +185,17 @@ class CommandError(DeltaWeightSyncError, kind="command"):
 
 class ExportError(DeltaWeightSyncError, kind="export"):
     """The target of an export, such as Weights & Biases, refused the run's log or did not answer."""
+
+
+def sentence(error: Exception) -> str:
+    """What a program prints about an error: of a file, its path and, if its disk is full, the fix."""
+    text = str(error)
+    if isinstance(error, OSError) and not isinstance(error, DeltaWeightSyncError):
+        if error.filename:
+            text = f"cannot use {error.filename}: {error.strerror or text}"
+        if error.errno in _FULL:
+            text += "; free space there, or choose another folder (TMPDIR is that of temporary files)"
+    return printable(text)
 
 
 def printable(text: str) -> str:

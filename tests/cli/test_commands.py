@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import shutil
 import subprocess
 import sys
@@ -181,6 +182,20 @@ def test_verify_keeps_at_most_two_checkpoints_on_the_disk(finished, tmp_path, mo
     monkeypatch.setattr(Manifest, "delta", ())
     assert command("verify", finished[0]).code == 0
     assert (len(held), max(held)) == (7, 2)
+
+
+@pytest.mark.parametrize("words", [["checkout", "--out"], ["follow", "--once", "--into"]])
+def test_a_full_disk_is_said_with_the_file_and_the_fix(finished, tmp_path, words):
+    name, *options = words
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        done = command(name, finished[0], *options, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert done.code == 1
+    assert done.complaint.startswith(f"delta-weight-sync {name}: cannot use {tmp_path}/model")
+    assert "File too large; free space there, or choose another folder" in done.complaint
 
 
 @pytest.mark.parametrize("version", [0, 2, 4])

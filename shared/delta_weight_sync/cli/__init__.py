@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Final
 
 from delta_weight_sync.ending import end_after_signals
-from delta_weight_sync.errors import DeltaWeightSyncError, printable
+from delta_weight_sync.errors import DeltaWeightSyncError, sentence
 
 COMMANDS = {
     "runs": "list the runs of a bucket",
@@ -68,9 +68,7 @@ def main(words: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (DeltaWeightSyncError, OSError) as error:
-        place = None if isinstance(error, DeltaWeightSyncError) else error.filename
-        sentence = f"cannot use {place}: {error.strerror}" if place else str(error)  # type: ignore[union-attr]
-        sys.exit(f"delta-weight-sync {name}: {printable(sentence)}")
+        sys.exit(f"delta-weight-sync {name}: {sentence(error)}")
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:

@@ -16,7 +16,14 @@ from typing import Any, Final
 from delta_weight_sync.checkout import FollowedVersion, build, follow
 from delta_weight_sync.cli.parts import URLS, add_run, opened, print_rows, version_or_tag
 from delta_weight_sync.cli.shell import ended_by_signals, run_in_shell
-from delta_weight_sync.errors import CommandError, FolderError, ObjectMissingError, ProtocolError, printable
+from delta_weight_sync.errors import (
+    CommandError,
+    FolderError,
+    ObjectMissingError,
+    ProtocolError,
+    printable,
+    sentence,
+)
 from delta_weight_sync.evaluation import scores_of
 from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import Problems, RunReader, manifests_of, runs_in
@@ -455,7 +462,7 @@ def _announce(version: FollowedVersion, into: Path, command: str) -> None:
 
 
 def _complain(error: Exception) -> None:
-    print(f"delta-weight-sync follow: {printable(str(error))}", file=sys.stderr, flush=True)
+    print(f"delta-weight-sync follow: {sentence(error)}", file=sys.stderr, flush=True)
 
 
 def _gc(arguments: Arguments) -> None:

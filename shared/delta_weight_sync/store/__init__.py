@@ -287,11 +287,15 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def replacing(dest: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `dest`. If the block succeeds, its file replaces `dest` in one step."""
+    """Yield a temporary path next to `dest`. If the block succeeds, its file replaces `dest` in one step.
+    An `OSError` of the block that names no file, as that of a write to a full disk, then names `dest`."""
     dest.parent.mkdir(parents=True, exist_ok=True)
     temporary = dest.with_name(f".{uuid4().hex}.part")
     try:
         yield temporary
         temporary.replace(dest)
+    except OSError as error:
+        error.filename = error.filename or str(dest)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
