@@ -4,17 +4,21 @@ The handlers of requests are those of `transformers serve`. They get one model, 
 place: as everywhere, a commit writes all changes or none, and the digest of the live weights proves it.
 
 One thread generates and commits, one after the other. So one version makes a whole answer, and greedy tokens
-are those of a fresh load. (Continuous batching in `transformers serve` has one temperature for all requests,
-that of the first, and batches add up in another order.)
+are those of a fresh load. A commit goes before the requests that wait. A request whose client has left is
+skipped, or stops before its next token. (Continuous batching in `transformers serve` has one temperature for
+all requests, that of the first, and batches add up in another order.)
 
 A tensor of the run must be a tensor of the model, under the same name and with the same dtype. Models for
 which transformers renames or stacks tensors, such as mixtures of experts, are refused: vLLM serves them.
 """
 
+import asyncio
 import logging
 import sys
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +28,7 @@ from delta_weight_sync.errors import MissingExtraError, RouteError
 try:
     import torch
     import uvicorn
-    from fastapi import FastAPI, HTTPException, Request
+    from fastapi import FastAPI, HTTPException, Request, Response
     from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
@@ -48,8 +52,7 @@ from delta_weight_sync.vllm.server import router, settings_from
 # others that do not.
 _HARMLESS: Final = {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"}
 _NEUTRAL: Final = {"n": 1, "best_of": 1, "presence_penalty": 0, "tool_choice": "auto"}
-# What the request that this context serves was made by: the label of the version, and the number of tokens.
-_made: ContextVar[list[tuple[str, int]]] = ContextVar("made")
+_MOST_WAITING: Final = 32  # requests; one more would wait for minutes, and is refused
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -84,6 +87,7 @@ class TransformersEngine(LocalEngine):
     def start(self, checkpoint: Path) -> None:
         """Load a checkpoint."""
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval().requires_grad_(False)
+        model.register_forward_pre_hook(lambda *_: self.thread.stop_if_left())
         for parameter in model.parameters():
             parameter.data = (
                 parameter.data.clone()
@@ -110,9 +114,8 @@ class TransformersEngine(LocalEngine):
         return routes, dict.fromkeys(routes, (0,))
 
     def between_steps(self, call: Callable[[], Result]) -> Result:
-        """Run `call` between two answers."""
-        result: Result = self.thread.submit(call).result()
-        return result
+        """Run `call` between two answers, before those that wait."""
+        return self.thread.first(call)
 
 
 def _routes(model: Any, shapes: Shapes, dtypes: Dtypes) -> dict[str, Route]:
@@ -142,24 +145,114 @@ def _routes(model: Any, shapes: Shapes, dtypes: Dtypes) -> dict[str, Route]:
     return routes
 
 
+class _LeftError(Exception):
+    """Nobody reads the answer any more."""
+
+
+class _Job:
+    """A request for one answer.
+
+    Attributes:
+        left: Whether its client has left, or has the whole answer.
+        made: The label of the version that made the answer, and the number of tokens, once there is one.
+    """
+
+    def __init__(self, request: Request, waiting: "set[_Job]") -> None:
+        """`waiting`: the requests whose turn has not come. This one is among them until its turn comes, or
+        its client leaves."""
+        self.left = False
+        self.made: tuple[str, int] | None = None
+        self._waiting = waiting
+        self._loop = asyncio.get_running_loop()
+        waiting.add(self)
+        self._watch = asyncio.create_task(self._watch_client(request))
+
+    def begin(self) -> None:
+        """Its turn has come. Raises `_LeftError` if its client has left. Called by the thread."""
+        self._loop.call_soon_threadsafe(self._waiting.discard, self)
+        if self.left:
+            raise _LeftError
+
+    async def _watch_client(self, request: Request) -> None:
+        try:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            self.left = True
+            self._waiting.discard(self)
+
+
+_job: ContextVar[_Job] = ContextVar("job")  # of the request that this context serves
+
+
 class _Thread(GenerateManager):
-    """Generates one answer after another, commits between them, and notes what made each answer."""
+    """Generates one answer after another, commits between them, and notes what made each answer.
+
+    Attributes:
+        waiting: The requests whose turn has not come, without those whose clients have left.
+    """
 
     def __init__(self, engine: TransformersEngine) -> None:
         super().__init__()
+        self.waiting = set[_Job]()
         self._engine = engine
+        self._commits = deque[Callable[[], None]]()
+        self._current: _Job | None = None
+
+    def first(self, call: Callable[[], Result]) -> Result:
+        """Run `call` before the answers that wait. Returns what it returns, and raises what it raises."""
+        done = Future[Result]()
+
+        def run() -> None:
+            try:
+                done.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the caller waits
+                done.set_exception(error)
+
+        self._commits.append(run)
+        super().submit(self._commit)
+        return done.result()
+
+    def _commit(self) -> None:
+        while self._commits:
+            self._commits.popleft()()
+
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Like the original; `fn` generates a whole answer, as a stream."""
+        return super().submit(self._in_turn(fn), *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like the original; `fn` generates a whole answer."""
-        made = _made.get()
+        job = _job.get()
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             label = self._engine.label
             sequences = fn(*args, **kwargs)
-            made.append((label, sequences.shape[1] - kwargs["input_ids"].shape[1]))
+            job.made = label, sequences.shape[1] - kwargs["input_ids"].shape[1]
             return sequences
 
-        return super().async_submit(generate, *args, **kwargs)
+        return super().async_submit(self._in_turn(generate), *args, **kwargs)
+
+    def _in_turn(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """What the thread does when the turn of this context's request has come."""
+        job = _job.get()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._commit()
+            job.begin()
+            self._current = job
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self._current = None
+
+        return run
+
+    def stop_if_left(self) -> None:
+        """Raise `_LeftError` if the client of the answer that is being made has left. Called before each
+        token."""
+        if self._current is not None and self._current.left:
+            raise _LeftError
 
 
 class _OneThread(GenerationState):
@@ -228,11 +321,19 @@ def create_app(
         for name in body.keys() & handler._unused_fields - _HARMLESS:
             if body[name] is not None and body[name] is not False and body[name] != _NEUTRAL.get(name):
                 raise HTTPException(400, f"this server cannot do {name}: leave it out, or install vLLM")
-        made = list[tuple[str, int]]()
-        _made.set(made)
+        waiting = engine.thread.waiting
+        if len(waiting) >= _MOST_WAITING:
+            sentence = f"{len(waiting)} requests wait here already: try again later"
+            raise HTTPException(429, sentence, {"Retry-After": "1"})
+        job = _Job(request, waiting)
+        _job.set(job)
         made_by = f'{{"weights":{engine.label}}}'  # a streamed answer begins before it is made
-        response = await handler.handle_request(body, str(uuid.uuid4()))
-        for label, count in made:
+        try:
+            response = await handler.handle_request(body, str(uuid.uuid4()))
+        except _LeftError:
+            return Response(status_code=499)  # nobody reads it
+        if job.made:
+            label, count = job.made
             made_by = f'{{"weights":{label},"tokens":[[0,0,{count}]]}}'
         response.headers["x-policy-versions"] = f"[{made_by}]"
         return response
