@@ -153,23 +153,26 @@ class _Job:
     """A request for one answer.
 
     Attributes:
+        began: The label of the version that makes the answer, once its turn has come.
+        tokens: How many tokens the answer has; None before it is made, and for a stream.
         left: Whether its client has left, or has the whole answer.
-        made: The label of the version that made the answer, and the number of tokens, once there is one.
     """
 
     def __init__(self, request: Request, waiting: "set[_Job]") -> None:
         """`waiting`: the requests whose turn has not come. This one is among them until its turn comes, or
         its client leaves."""
-        self.left = False
-        self.made: tuple[str, int] | None = None
-        self._waiting = waiting
         self._loop = asyncio.get_running_loop()
+        self.began: asyncio.Future[str] = self._loop.create_future()
+        self.tokens: int | None = None
+        self.left = False
+        self._waiting = waiting
         waiting.add(self)
         self._watch = asyncio.create_task(self._watch_client(request))
 
-    def begin(self) -> None:
+    def begin(self, label: str) -> None:
         """Its turn has come. Raises `_LeftError` if its client has left. Called by the thread."""
         self._loop.call_soon_threadsafe(self._waiting.discard, self)
+        self._loop.call_soon_threadsafe(self.began.set_result, label)
         if self.left:
             raise _LeftError
 
@@ -226,9 +229,8 @@ class _Thread(GenerateManager):
         job = _job.get()
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            label = self._engine.label
             sequences = fn(*args, **kwargs)
-            job.made = label, sequences.shape[1] - kwargs["input_ids"].shape[1]
+            job.tokens = sequences.shape[1] - kwargs["input_ids"].shape[1]
             return sequences
 
         return super().async_submit(self._in_turn(generate), *args, **kwargs)
@@ -239,7 +241,7 @@ class _Thread(GenerateManager):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._commit()
-            job.begin()
+            job.begin(self._engine.label)
             self._current = job
             try:
                 return fn(*args, **kwargs)
@@ -327,15 +329,15 @@ def create_app(
             raise HTTPException(429, sentence, {"Retry-After": "1"})
         job = _Job(request, waiting)
         _job.set(job)
-        made_by = f'{{"weights":{engine.label}}}'  # a streamed answer begins before it is made
         try:
             response = await handler.handle_request(body, str(uuid.uuid4()))
+            label = await job.began  # a stream may still wait for its turn, and a commit goes before it
+            if job.left:
+                raise _LeftError
         except _LeftError:
             return Response(status_code=499)  # nobody reads it
-        if job.made:
-            label, count = job.made
-            made_by = f'{{"weights":{label},"tokens":[[0,0,{count}]]}}'
-        response.headers["x-policy-versions"] = f"[{made_by}]"
+        tokens = "" if job.tokens is None else f',"tokens":[[0,0,{job.tokens}]]'
+        response.headers["x-policy-versions"] = f'[{{"weights":{label}{tokens}}}]'
         return response
 
     @app.post("/v1/completions")

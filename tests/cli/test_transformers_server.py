@@ -102,6 +102,21 @@ def test_a_commit_goes_before_requests_that_wait_and_those_of_clients_that_left_
     assert serving.steps == [label(1)] * 8 + [label(2)] * 8
 
 
+def test_a_stream_names_the_version_that_makes_it_not_the_one_at_its_arrival(serving):
+    serving.gate.clear()
+    first = serving.later(serving.post)
+    serving.wait_for(waiting=0)
+    stream = serving.later(serving.post, stream=True)
+    serving.wait_for(waiting=1)
+    commit = serving.later(serving.engine.relabel, label(2))
+    soon(lambda: serving.engine.thread._commits)
+    serving.gate.set()
+    commit.result()
+    assert stream.result().headers["x-policy-versions"] == f'[{{"weights":{label(2)}}}]'
+    assert serving.steps == [label(1)] * 8 + [label(2)] * 8
+    assert first.result().is_success
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_stops_when_its_client_leaves(serving, stream):
     serving.gate.clear()
