@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,10 +49,6 @@ from delta_weight_sync.vllm.guard import KeyGuard
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route, storage_of
 from delta_weight_sync.vllm.server import router, settings_from
 
-# Fields of a request that `transformers serve` ignores: those that do not change the answer, and values of
-# others that do not.
-_HARMLESS: Final = {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"}
-_NEUTRAL: Final = {"n": 1, "best_of": 1, "presence_penalty": 0, "tool_choice": "auto"}
 _MOST_WAITING: Final = 32  # requests; one more would wait for minutes, and is refused
 _log = logging.getLogger("delta_weight_sync")
 
@@ -146,21 +143,23 @@ def _routes(model: Any, shapes: Shapes, dtypes: Dtypes) -> dict[str, Route]:
 
 
 class _LeftError(Exception):
-    """Nobody reads the answer any more."""
+    """The client of the answer has left."""
 
 
 class _Job:
     """A request for one answer.
 
     Attributes:
+        seed: That of the answer's tokens; None for any.
         began: The label of the version that makes the answer, once its turn has come.
         tokens: How many tokens the answer has; None before it is made, and for a stream.
         left: Whether its client has left, or has the whole answer.
     """
 
-    def __init__(self, request: Request, waiting: "set[_Job]") -> None:
+    def __init__(self, request: Request, seed: int | None, waiting: "set[_Job]") -> None:
         """`waiting`: the requests whose turn has not come. This one is among them until its turn comes, or
         its client leaves."""
+        self.seed = seed
         self._loop = asyncio.get_running_loop()
         self.began: asyncio.Future[str] = self._loop.create_future()
         self.tokens: int | None = None
@@ -244,7 +243,10 @@ class _Thread(GenerateManager):
             job.begin(self._engine.label)
             self._current = job
             try:
-                return fn(*args, **kwargs)
+                with torch.random.fork_rng([], enabled=job.seed is not None):
+                    if job.seed is not None:
+                        torch.manual_seed(job.seed)
+                    return fn(*args, **kwargs)
             finally:
                 self._current = None
 
@@ -282,6 +284,87 @@ class _OneModel(ModelManager):
         return self._engine.model(), self._engine.tokenizer
 
 
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that have a value; clients send null, [] and {} for those that they leave out."""
+    return {name: value for name, value in fields.items() if value not in (None, [], {})}
+
+
+def _is_read(messages: Any) -> bool:
+    """Whether the handler reads these messages as they are. It drops other fields, parts that are no text,
+    and text next to tool calls, and it puts spaces between parts."""
+    for message in messages if isinstance(messages, list) else [None]:
+        given = _given(message) if isinstance(message, dict) else {}
+        content = given.get("content", "")
+        if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+            content = content[0].get("text") if content[0].get("type") == "text" else None
+        dropped = given.keys() - {"role", "content", "tool_calls", "tool_call_id"}
+        if dropped or "role" not in given or not isinstance(content, str):
+            return False
+        if content and "tool_calls" in given:
+            return False
+    return True
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 2**63
+
+
+_LENGTH: Final = (lambda value: _is_whole(value, 1), "a whole number, at least 1")
+# Fields that the handlers compute: for which values, and the same in words. With other values, they fail, or
+# answer as if the field were not there.
+_COMPUTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "model": (lambda value: value == MODEL_NAME, f'"{MODEL_NAME}"'),
+    "prompt": (lambda value: isinstance(value, str) and value != "", "one string, not empty"),
+    "messages": (
+        _is_read,
+        "a list of objects with role and content, tool_calls or tool_call_id, where content is one text, and"
+        " not next to tool_calls",
+    ),
+    "tools": (lambda value: isinstance(value, list), "a list"),
+    "chat_template_kwargs": (lambda value: isinstance(value, dict), "an object"),
+    "stream": (lambda value: isinstance(value, bool), "true or false"),
+    "max_tokens": _LENGTH,
+    "max_completion_tokens": _LENGTH,
+    "temperature": (lambda value: type(value) in (int, float) and 0 <= value < inf, "a number, at least 0"),
+    "top_p": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a number above 0, at most 1"),
+    "seed": (lambda value: _is_whole(value, -(2**63)), "a whole number of 64 bits"),
+}
+# Fields that the handlers ignore, or compute as something else: the only value for which this is right.
+_NEUTRAL: Final = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "logprobs": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+}
+# Fields that change no answer.
+_HARMLESS: Final = {
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "stream_options"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+}
+
+
+def _require_computed(body: dict[str, Any], required: str, engine: TransformersEngine) -> None:
+    """Raise an `HTTPException` that names a field of a request unless the answer would be right."""
+    for name in dict.fromkeys([required, *body]):
+        value = body.get(name)
+        if name in _COMPUTED:
+            computes, what = _COMPUTED[name]
+            if not computes(value):
+                raise HTTPException(400, f"{name} must be {what}")
+        elif name not in _HARMLESS:
+            neutral = _NEUTRAL.get(name)
+            if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
+                raise HTTPException(400, f"this server cannot do {name}: leave it out, or install vLLM")
+    if "tools" in body and "tools" not in engine.tokenizer.get_chat_template(tools=body["tools"]):
+        raise HTTPException(400, "the model's chat template does not know tools: leave them out")
+
+
 def create_app(
     follower: Follower, engine: TransformersEngine, key: str = "", *, guarded: bool = False
 ) -> FastAPI:
@@ -306,7 +389,7 @@ def create_app(
     chat = ChatCompletionHandler(**parts)
     completion = CompletionHandler(**parts)
 
-    async def answer(handler: Any, request: Request, body: dict[str, Any]) -> Any:
+    async def answer(handler: Any, required: str, request: Request, body: dict[str, Any]) -> Any:
         serving = follower.serving
         if serving is None:
             raise HTTPException(503, "no version is served yet: the status says why")
@@ -318,16 +401,17 @@ def create_app(
         if serving.sync < int(oldest):
             has = f"this server has sync {serving.sync}, but the request needs sync {oldest}"
             raise HTTPException(503, f"{has}: try again later", {"Retry-After": "1"})
+        body = _given(body)
+        _require_computed(body, required, engine)
         if "max_completion_tokens" in body:
             body["max_tokens"] = body.pop("max_completion_tokens")
-        for name in body.keys() & handler._unused_fields - _HARMLESS:
-            if body[name] is not None and body[name] is not False and body[name] != _NEUTRAL.get(name):
-                raise HTTPException(400, f"this server cannot do {name}: leave it out, or install vLLM")
+        if "messages" in body:
+            body["messages"] = [_given(message) for message in body["messages"]]
         waiting = engine.thread.waiting
         if len(waiting) >= _MOST_WAITING:
             sentence = f"{len(waiting)} requests wait here already: try again later"
             raise HTTPException(429, sentence, {"Retry-After": "1"})
-        job = _Job(request, waiting)
+        job = _Job(request, body.pop("seed", None), waiting)
         _job.set(job)
         try:
             response = await handler.handle_request(body, str(uuid.uuid4()))
@@ -335,18 +419,18 @@ def create_app(
             if job.left:
                 raise _LeftError
         except _LeftError:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # its client has left
         tokens = "" if job.tokens is None else f',"tokens":[[0,0,{job.tokens}]]'
         response.headers["x-policy-versions"] = f'[{{"weights":{label}{tokens}}}]'
         return response
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: dict[str, Any]) -> Any:
-        return await answer(completion, request, body)
+        return await answer(completion, "prompt", request, body)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: dict[str, Any]) -> Any:
-        return await answer(chat, request, body)
+        return await answer(chat, "messages", request, body)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from tests.support.waiting import soon
 
 pytestmark = pytest.mark.full
 POLICY = Path(__file__).parents[2] / "trainer" / "policies" / "wordle-tiny"
-BODY = {"model": "policy", "prompt": "Hello", "max_tokens": 8}
+BODY = {"model": "policy", "prompt": "Hello", "max_tokens": 8, "temperature": 0}
 PATHS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
 
 
@@ -72,13 +73,28 @@ class Serving:
         soon(lambda: self.steps and len(found) == waiting, lambda: f"{len(found)} wait")
 
 
-@pytest.fixture
-def serving() -> Iterator[Serving]:
+@contextmanager
+def started() -> Iterator[Serving]:
     serving = Serving()
     follower = SimpleNamespace(serving=SimpleNamespace(sync=1), commands=None)
     with on_loopback(create_app(follower, serving.engine)) as serving.url:
+        try:
+            yield serving
+        finally:
+            serving.gate.set()
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    with started() as serving:
         yield serving
-        serving.gate.set()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Serving]:
+    """One for tests that do not close its gate."""
+    with started() as serving:
+        yield serving
 
 
 def test_a_commit_goes_before_requests_that_wait_and_those_of_clients_that_left_are_skipped(serving):
@@ -147,3 +163,105 @@ def test_one_request_too_many_is_refused_until_others_leave(serving):
     serving.wait_for(waiting=1)
     serving.gate.set()
     assert last.result().status_code == 200
+
+
+def text(answer: httpx.Response) -> str:
+    return answer.json()["choices"][0]["text"]
+
+
+def test_equal_seeds_give_equal_answers_behind_other_requests_too(serving):
+    sampled = {"max_tokens": 40, "temperature": 1}
+    pairs = [[text(serving.post(**sampled, **seed)) for seed in ({"seed": 7}, {})] for _ in range(2)]
+    assert pairs[0][0] == pairs[1][0]
+    assert pairs[0][1] != pairs[1][1], "a seed is that of one answer"
+    serving.gate.clear()
+    serving.steps.clear()
+    first = serving.later(serving.post, temperature=1)
+    serving.wait_for(waiting=0)
+    behind = [serving.later(serving.post, **sampled, seed=seed) for seed in (7, 8)]
+    serving.wait_for(waiting=2)
+    serving.gate.set()
+    found = [text(answer.result()) for answer in behind]
+    assert found[0] == pairs[0][0]
+    assert found[1] != found[0], "it samples"
+    assert first.result().is_success
+
+
+CHAT: dict[str, Any] = {"prompt": None, "messages": [{"role": "user", "content": "Hello"}]}
+CANNOT = "this server cannot do {}: leave it out, or install vLLM"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        *(
+            ({name: value, **path}, CANNOT.format(name))
+            for path in ({}, CHAT)
+            for name, value in {
+                "logit_bias": {"5": 3},
+                "frequency_penalty": 0.5,
+                "presence_penalty": -1,
+                "n": 2,
+                "best_of": 2,
+                "echo": True,
+                "suffix": "end",
+                "stop": ["a"],
+                "logprobs": 0,
+                "top_logprobs": 2,
+                "response_format": {"type": "json_object"},
+                "tool_choice": "required",
+                "parallel_tool_calls": False,
+                "reasoning_effort": "low",
+                "generation_config": '{"num_beams": 2}',
+                "top_k": 5,
+            }.items()
+        ),
+        *(
+            ({name: value, **path}, f"{name} must be {what}")
+            for path in ({}, CHAT)
+            for name, value, what in (
+                ("model", "other", '"policy"'),
+                ("stream", "yes", "true or false"),
+                ("max_tokens", 0, "a whole number, at least 1"),
+                ("max_completion_tokens", 2.5, "a whole number, at least 1"),
+                ("temperature", -1, "a number, at least 0"),
+                ("temperature", "1", "a number, at least 0"),
+                ("top_p", 7, "a number above 0, at most 1"),
+                ("top_p", 0, "a number above 0, at most 1"),
+                ("seed", 1 << 64, "a whole number of 64 bits"),
+            )
+        ),
+        *(({"prompt": prompt}, "prompt must be one string, not empty") for prompt in ([1, 2], None, "")),
+        *(
+            (CHAT | {"messages": messages}, "messages must be a list of objects with role and content")
+            for messages in (
+                "Hello",
+                [],
+                ["Hello"],
+                [{"content": "no role"}],
+                [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+                [{"role": "user", "content": [{"type": "text", "text": each} for each in "ab"]}],
+                [{"role": "user", "content": "a", "name": "me"}],
+                [{"role": "assistant", "content": "a", "tool_calls": [{"function": {}}]}],
+            )
+        ),
+        (CHAT | {"tools": [{"type": "function"}]}, "the model's chat template does not know tools"),
+    ],
+)
+def test_what_it_would_not_compute_as_asked_is_refused_by_name(fields, sentence, shared):
+    answer = shared.post(**fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["detail"].startswith(sentence)
+
+
+def test_fields_that_change_no_answer_are_welcome(shared):
+    neutral = {"n": 1, "frequency_penalty": 0.0, "presence_penalty": 0, "logprobs": False, "user": "me"}
+    neutral |= {"logit_bias": {}, "stop": []}
+    completion = shared.post(**neutral, echo=False, best_of=1)
+    assert text(completion) == text(shared.post())
+    neutral |= {"store": False, "parallel_tool_calls": True, "modalities": ["text"]}
+    said = {"refusal": None, "tool_calls": [], "content": [{"type": "text", "text": "Hello"}]}
+    more = {"messages": [{"role": "user", **said}], "response_format": {"type": "text"}, "tools": []}
+    answers = [shared.post(**CHAT), shared.post(**CHAT | neutral | more)]
+    texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+    assert texts[0] == texts[1]
