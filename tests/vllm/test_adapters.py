@@ -38,7 +38,9 @@ class Client:
         self.answer = FITS
         self.errored = False
         lora = SimpleNamespace(max_cpu_loras=2, max_lora_rank=16, lora_dtype=torch.bfloat16)
-        self.vllm_config = SimpleNamespace(lora_config=lora)
+        self.vllm_config = SimpleNamespace(
+            lora_config=lora, model_config=SimpleNamespace(enable_sleep_mode=False)
+        )
         self.engine_core = self
         self.lora_requests: dict[str, Any] = {}
         self.lora_id_counter = self
@@ -198,6 +200,10 @@ def test_a_version_that_vllm_does_not_load_or_place_is_not_served(engine, client
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        (
+            lambda c: setattr(c.vllm_config.model_config, "enable_sleep_mode", True),
+            "--enable-sleep-mode takes the weights away .*; start vLLM without it",
+        ),
         (
             lambda c: setattr(c, "is_base_model", lambda name: True),
             "base as 'policy', .* --served-model-name",

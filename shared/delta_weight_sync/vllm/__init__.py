@@ -15,6 +15,8 @@ MODEL_NAME = "policy"
 # The `--logprobs-mode` in which vLLM returns log-probabilities of the distribution from which it samples. No
 # official extension point lets a plugin choose it: vLLM makes its configuration from the command line alone.
 PROCESSED = "processed_logprobs"
+# Why no replica, of weights or of adapters, takes this option.
+NO_SLEEP = "--enable-sleep-mode takes the weights away while a stage may read them; start vLLM without it"
 
 
 def commits_between_steps() -> bool:

@@ -34,7 +34,7 @@ from delta_weight_sync.engine import Dtypes, Shapes, Times
 from delta_weight_sync.errors import CodecError, EngineError, RouteError
 from delta_weight_sync.reader import apply_delta
 from delta_weight_sync.util import Guard
-from delta_weight_sync.vllm import hooks
+from delta_weight_sync.vllm import NO_SLEEP, hooks
 from delta_weight_sync.vllm.engine import Engine
 
 # Dtypes of adapters in a version, and those that can hold all their values.
@@ -83,6 +83,8 @@ class AdapterEngine(Engine):
         """Check that this vLLM can serve the run's adapters. Returns no digest: each version is checked when
         it is loaded."""
         config = self._client.vllm_config
+        if config.model_config.enable_sleep_mode:  # which takes the adapters away, too
+            raise EngineError(NO_SLEEP, RouteError.kind)
         if self._models.is_base_model(self._name):
             raise EngineError(
                 f"vLLM serves its base as {self._name!r}, the name of the run: choose another"

@@ -53,7 +53,7 @@ from delta_weight_sync.codec import Bits, Patch, cut
 from delta_weight_sync.collectives import all_to_all
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.util import Guard
-from delta_weight_sync.vllm import cpu, memory, routes
+from delta_weight_sync.vllm import NO_SLEEP, cpu, memory, routes
 from delta_weight_sync.vllm.drafts import Draft
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Memory, Step, Table
 from delta_weight_sync.vllm.routes import Dtypes, Geometry, Learned, Piece, Route, Shapes
@@ -490,8 +490,7 @@ def _unsupported(config: Any) -> str:
         "--enable-eplb moves experts away from where deltas go" + without: parallel.enable_eplb,
         "--enable-lora wraps layers, so deltas do not find their weights; publish merged weights, and start"
         " vLLM without it": config.lora_config is not None,
-        "--enable-sleep-mode takes the weights away while a stage may read them"
-        + without: config.model_config.enable_sleep_mode,
+        NO_SLEEP: config.model_config.enable_sleep_mode,
         "--offload-group-size moves weights while vLLM runs"
         + without: config.offload_config.prefetch.offload_group_size > 0,
     }
