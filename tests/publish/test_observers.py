@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,12 @@ from safetensors.torch import save_file
 
 from delta_weight_sync import Publisher, codec, runlog
 from delta_weight_sync.errors import AccessDeniedError, BucketUnreachableError
+from delta_weight_sync.publish import reports
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent, SyncEvent
 from delta_weight_sync.store._files import FileBucket
 from delta_weight_sync.store.ledger import Ledger, Traffic
-from tests.support.waiting import soon
+from tests.support.waiting import PATIENCE_S, soon
 from trainer import observe
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 from trainer.tasks import no_rates
@@ -138,6 +140,57 @@ def test_a_hundred_versions_follow_on_a_broken_observer(
     said = [record.message for record in caplog.records if "failed (" in record.message]
     assert [message for message in said if message.startswith(line)] == said[:1]
     assert len(said) == 1, said
+
+
+def test_a_callback_that_never_returns_stops_neither_publishing_nor_close(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reports, "_CLOSING_S", 0.1)
+    returns = threading.Event()
+    called: list[int] = []
+    threads: list[threading.Thread] = []
+
+    def on_version(manifest: Any) -> None:
+        called.append(manifest.version)
+        threads.append(threading.current_thread())
+        if manifest.version == 1:
+            returns.wait()
+
+    publisher = Publisher((tmp_path / "bucket").as_uri(), base, on_version=on_version)
+    try:
+        for version in range(4):
+            publisher.publish({"w": torch.full((64,), float(version), dtype=torch.bfloat16)})
+            assert publisher.flush(PATIENCE_S).version == version
+        closing = threading.Thread(target=publisher.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+    finally:
+        returns.set()
+    assert "the function `on_version` runs" in caplog.text
+    threads[0].join(PATIENCE_S)
+    assert called == [0, 1], "after `close`, it is called no more"
+    assert threads[0] is threads[1]
+    assert threads[0].daemon
+
+
+def test_what_a_slow_callback_logs_before_the_end_is_in_the_log(base: Path, tmp_path: Path) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    flushed = threading.Event()
+
+    def on_version(manifest: Any) -> None:
+        flushed.wait(PATIENCE_S)
+        assert publisher.log
+        publisher.log.append(StepEvent(t=1.0, step=manifest.version, reward=0.0, metrics={}))
+
+    publisher = Publisher(url, base, on_version=on_version)
+    for version in range(3):
+        publisher.publish({"w": torch.full((64,), float(version), dtype=torch.bfloat16)})
+        publisher.flush()
+    flushed.set()
+    publisher.close()
+    events = [*RunLogReader(open_run(url).bucket, "main").poll()]
+    assert [event.step for event in events if isinstance(event, StepEvent)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("error", [AccessDeniedError, BucketUnreachableError])

@@ -239,7 +239,7 @@ class Outbox:
             idle = self._changed.wait_for(lambda: self._failure or self._idle(), timeout_s)
         self._raise_failure()
         if not idle or self._writer.newest is None:
-            why = self._trouble or "the link is slow"
+            why = self._trouble or "no request has failed, so allow more time"
             raise TimeoutError(f"the last version is not in the bucket after {timeout_s:.0f} s: {why}")
         return self._writer.newest
 

@@ -25,6 +25,7 @@ from delta_weight_sync.publish.names import Names, find_names, plain_name
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
 from delta_weight_sync.publish.plan import HALF, Plan
 from delta_weight_sync.publish.readable import require_readable
+from delta_weight_sync.publish.reports import Listener
 from delta_weight_sync.publish.sharding import Held, Peers, Weights, gathered, local, own_digest
 from delta_weight_sync.publish.state_contents import as_json, snapshot
 from delta_weight_sync.publish.states import FoundState, StateRecord, StateSaver, find_state
@@ -80,7 +81,9 @@ class Publisher:
             longer, so that uploads of states take at most a tenth of the time. 0: no pause.
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
             default the key in DELTA_WEIGHT_SYNC_SIGNING_KEY, if that is set.
-        on_version: Called on the main rank with the manifest of each published version.
+        on_version: Called on the main rank with the manifest of each published version: in order, on a
+            thread of its own, so publishing does not wait for it. An exception in it is logged once. `close`
+            waits up to 5 s for the calls that are left; those that have not begun by then are left out.
         fresh: Let an existing run start again with the weights of version 0.
         peers: The ranks that publish together, by default all.
 
@@ -662,11 +665,13 @@ class Publisher:
             self._assets = assets if start or self._adapter else None
             model = start.name if start else ""
             writer = RunWriter(bucket, run, model=model, assets=self._assets, signing_key=signing_key)
-            writer.on_version = on_version
             log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run, writer.writer)))
             if writer.newest:
                 log.complete(writer.newest)
             writer.log = log
+            if on_version:  # closed before the log, to which the function may append
+                listener = stack.enter_context(contextlib.closing(Listener(on_version)))
+                writer.on_version = listener.tell
             self._writer = writer
             self.reader = writer.reader
             self.log = log

@@ -1,10 +1,14 @@
-"""Logs each published version, and what all ranks have sent and requested so far.
+"""Logs each published version, and what all ranks have sent and requested so far; tells the user's function.
 
 A failure here is logged once, and stops no version.
 """
 
+import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Final
 
 from delta_weight_sync.publish.writer import PartWriter
 from delta_weight_sync.records import Manifest
@@ -12,6 +16,8 @@ from delta_weight_sync.runlog import Event, RunLogWriter, sync_event, traffic_ev
 from delta_weight_sync.store.ledger import Kind, Traffic, merged
 from delta_weight_sync.util import Guard
 
+_CLOSING_S: Final = 5.0
+_log = logging.getLogger("delta_weight_sync")
 Counts = Mapping[Kind, Traffic]  # what a rank has sent and requested, by kind
 
 
@@ -77,3 +83,36 @@ class Reports:
     def _append(self, event: Event) -> None:
         if self._log:
             self._log.append(event)
+
+
+class Listener:
+    """Calls the user's `on_version` on a thread of its own, so that publishing never waits for it."""
+
+    def __init__(self, on_version: Callable[[Manifest], object]) -> None:
+        self._on_version = on_version
+        self._versions = SimpleQueue[Manifest | None]()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="on_version", daemon=True)
+        self._thread.start()
+
+    def tell(self, manifest: Manifest) -> None:
+        """Call the function with a manifest, after the calls for earlier versions."""
+        self._versions.put(manifest)
+
+    def close(self) -> None:
+        """Wait a few seconds for the calls that are left, then leave out those that have not begun."""
+        self._versions.put(None)
+        self._thread.join(_CLOSING_S)
+        self._closed = True
+        if self._thread.is_alive():
+            _log.warning(
+                "the function `on_version` runs %.0f s after the end of publishing, so it is not called"
+                " for later versions: let it return sooner",
+                _CLOSING_S,
+            )
+
+    def _run(self) -> None:
+        guard = Guard("the function `on_version`")
+        while (manifest := self._versions.get()) and not self._closed:
+            with guard:
+                self._on_version(manifest)

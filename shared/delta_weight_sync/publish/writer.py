@@ -36,7 +36,6 @@ from delta_weight_sync.records import (
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.signing import Kind, writer_keys
 from delta_weight_sync.store import Bucket, ObjectInfo, Objects, file_sha256
-from delta_weight_sync.util import Guard
 
 _EVERY = 16  # versions between two looks for damage
 _ANCHOR_PAUSE = 8  # versions between two orders of an anchor, which takes a copy of the model on disk
@@ -120,8 +119,7 @@ class RunWriter(PartWriter):
         self._intact = 0  # the last version whose files were all found as published
         self._damaged = False  # whether the last look found damage that no anchor has repaired
         self._started = time.time()
-        self.on_version: Callable[[Manifest], object] | None = None  # called after each published version
-        self._user_guard = Guard("the function `on_version`")
+        self.on_version: Callable[[Manifest], object] | None = None  # called after each version; may not wait
         self.log: RunLogWriter | None = None  # its events travel with the next version
         self.newest = self._claim(others)
 
@@ -332,8 +330,7 @@ class RunWriter(PartWriter):
         if self._new_anchor == manifest.anchor:
             self._new_anchor = None
         if self.on_version:
-            with self._user_guard:
-                self.on_version(manifest)
+            self.on_version(manifest)
         return manifest
 
     def _require_ownership(self) -> None:
