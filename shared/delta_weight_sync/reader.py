@@ -36,7 +36,7 @@ from delta_weight_sync.records import (
     sha256_together,
 )
 from delta_weight_sync.signing import Kind, PublicKeys
-from delta_weight_sync.store import SMALL, Bucket, Listing, ObjectInfo, file_sha256, open_bucket
+from delta_weight_sync.store import SMALL, Bucket, Listing, ObjectInfo, file_sha256, open_bucket, replacing
 from delta_weight_sync.util import in_order
 
 SIDE_BY_SIDE = 6  # files that are fetched at the same time
@@ -588,10 +588,16 @@ def remove_other_files(folder: Path, wanted: AnchorRef | Recipe) -> None:
 
 
 def map_weights(folder: Path, anchor: AnchorRef) -> dict[str, Bits]:
-    """Map the weights in a version's files, so that changes of the weights change the files.
+    """Map the weights in a version's files, so that changes of the weights change the files. A file that is a
+    link is copied first, because changes of the weights would change another file, such as a Hub cache's.
     Raises `ProtocolError`, which names the anchor, if the anchor's files are not a checkpoint."""
+    paths = [folder / ref.name for ref in anchor.weights]
+    for path in paths:
+        if path.is_symlink() or path.stat().st_nlink > 1:
+            with replacing(path) as copy:
+                shutil.copyfile(path, copy)
     try:
-        files = [checkpoint.map_bits(folder / ref.name, "r+") for ref in anchor.weights]
+        files = [checkpoint.map_bits(path, "r+") for path in paths]
         return {name: bits for file in files for name, bits in file.items()}
     except (SafetensorError, errors.CheckpointError, ValueError, LookupError) as error:
         raise errors.ProtocolError(

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
 from delta_weight_sync.differences import TensorDiff, differences
+from delta_weight_sync.errors import FolderError
 from delta_weight_sync.push import push_version
 from delta_weight_sync.reader import number_or_tag, open_run
 from delta_weight_sync.records import Manifest, Tag
@@ -12,6 +14,8 @@ from delta_weight_sync.tags import remove_tag, set_tag, tags_of
 from delta_weight_sync.util import make_folder
 from delta_weight_sync.verification import verified
 from delta_weight_sync.waiting import wait_for
+
+_MADE: Final = ".delta_weight_sync"  # an empty file in each folder that `checkout` made
 
 
 class Run:
@@ -70,19 +74,24 @@ class Run:
 
         `version` is a number or a tag; by default, the newest version is written.
 
-        Files of the same names are replaced. If a download fails, the next call continues it.
+        `folder` must be empty, or hold an earlier checkout, which is replaced. If a download fails, the next
+        call continues it.
 
         Returns:
             The manifest of the version.
 
         Raises:
             ProtocolError, CodecError: A file is damaged, or the digest is not the published one.
-            FolderError: `folder` is a file, or may not be made.
+            FolderError: `folder` is a file, may not be made, or holds files but no earlier checkout.
             NoVersionError, BucketError: As for `manifest`.
         """
         manifest = self._reader.manifest(version)
-        make_folder(Path(folder))
-        self._reader.checkout(manifest, Path(folder))
+        folder = Path(folder)
+        make_folder(folder)
+        if not (folder / _MADE).exists() and any(folder.iterdir()):
+            raise FolderError(f"{folder} holds other files: name an empty folder, or a new one")
+        (folder / _MADE).touch()
+        self._reader.checkout(manifest, folder)
         return manifest
 
     def verify(self, version: int | str | None = None) -> Iterator[Manifest]:

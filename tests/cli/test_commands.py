@@ -232,12 +232,21 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(finished, tmp_path):
     assert len(result.complaint.splitlines()) == 1
 
 
-def test_checkout_writes_over_other_files_only_if_told_to(finished, tmp_path):
-    save_file({"lora": torch.ones(2).bfloat16()}, tmp_path / "adapter_model.safetensors")
-    result = command("checkout", finished[0], "--out", tmp_path)
-    assert (result.code, [path.name for path in tmp_path.iterdir()]) == (1, ["adapter_model.safetensors"])
-    assert command("checkout", finished[0], "--out", tmp_path, "--force").code == 0
-    assert (tmp_path / WEIGHTS).exists()
+def test_checkout_replaces_a_checkout_if_told_to_and_never_another_model(finished, tmp_path):
+    other, out = tmp_path / "other", tmp_path / "out"
+    other.mkdir()
+    save_file({"w": torch.ones(2).bfloat16()}, other / "model-00001-of-00001.safetensors")
+    for force in ([], ["--force"]):
+        result = command("checkout", finished[0], "--out", other, *force)
+        names = [path.name for path in other.iterdir()]
+        assert (result.code, names) == (1, ["model-00001-of-00001.safetensors"])
+    assert "holds other files: name an empty folder, or a new one" in result.complaint
+    assert command("checkout", finished[0], "--version", 1, "--out", out).code == 0
+    before = (out / WEIGHTS).read_bytes()
+    assert command("checkout", finished[0], "--out", out).code == 1
+    assert (out / WEIGHTS).read_bytes() == before
+    assert command("checkout", finished[0], "--out", out, "--force").code == 0
+    assert (out / WEIGHTS).read_bytes() != before
 
 
 def test_a_reader_that_has_seen_enough_is_no_fault(finished):

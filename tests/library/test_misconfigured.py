@@ -125,7 +125,7 @@ CASES: list[tuple[str, Callable[[str, Path, pytest.MonkeyPatch], object]]] = [  
     ),
     ("has no version 7; its newest is version 0", lambda u, t, m: run("show", f"{u}#first", "--version", 7)),
     (
-        "is not empty: name a new folder, or write over its files with --force",
+        "is not empty: name a new folder, or replace a checkout there with --force",
         lambda u, t, m: run("checkout", f"{u}#first", "--out", t / "base"),
     ),
     (

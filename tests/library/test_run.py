@@ -1,6 +1,8 @@
 """`Run`: what a program that only reads gets, from one URL."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from delta_weight_sync import CodecError, ConfigError, NoVersionError, ProtocolError, Publisher, Run, follow
+from delta_weight_sync import (
+    CodecError,
+    ConfigError,
+    FolderError,
+    NoVersionError,
+    ObjectMissingError,
+    ProtocolError,
+    Publisher,
+    Run,
+    follow,
+)
 from tests.cli.command import command
 
 START = {
@@ -63,6 +75,39 @@ def test_any_version_is_an_ordinary_checkpoint(url: str, tmp_path: Path) -> None
     assert weights["scale"].dtype == torch.float32
     assert (tmp_path / "out" / "config.json").exists()
     assert Run(url).checkout(str(tmp_path / "newest")).version == 2
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_checkout_changes_no_file_that_a_file_in_the_folder_is_a_link_to(
+    url: str, tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    out = tmp_path / "out"
+    Run(url).checkout(out, 0)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (out / name).rename(saved / name)
+        link(saved / name, out / name)
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    Run(url).checkout(out, 2)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert load_file(out / "model.safetensors")["w"][2, 1] == 2
+
+
+def test_a_checkout_that_failed_goes_on_and_another_model_stays(url: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(FolderError, match="other holds other files: name an empty folder, or a new one"):
+        Run(url).checkout(other)
+    assert [path.name for path in other.iterdir()] == ["model-00001-of-00002.safetensors"]
+    bucket = Path(url.partition("#")[0].removeprefix("file://"))
+    (delta,) = bucket.glob("runs/first/deltas/00000001*")
+    delta.rename(tmp_path / "delta")
+    with pytest.raises(ObjectMissingError):
+        Run(url).checkout(tmp_path / "out", 1)
+    (tmp_path / "delta").rename(delta)
+    assert Run(url).checkout(tmp_path / "out", 1).version == 1
 
 
 def test_a_file_is_no_folder_for_a_checkout(url: str, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_peft_loads_a_checkout_with_the_bits_that_were_published(options, url, t
         assert publisher.digest(model) == publisher.flush().digest
     folder = tmp_path / "out"
     Run(url).checkout(folder)
-    assert sorted(path.name for path in folder.iterdir()) == [
+    assert sorted(path.name for path in folder.glob("[!.]*")) == [
         "adapter_config.json",
         "adapter_model.safetensors",
     ]

@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         add("--scores", action="store_true", help="list the scores of `evaluate`, oldest version first")
     elif name == "checkout":
         add("--out", type=Path, metavar="DIR", required=True, help="folder to write; it must be empty or new")
-        add("--force", action="store_true", help="write to DIR even if it holds files")
+        add("--force", action="store_true", help="replace the checkout in DIR")
     elif name == "bisect":
         judge = parser.add_mutually_exclusive_group(required=True)
         judge.add_argument("--eval", metavar="COMMAND", help="command that judges a version")
@@ -251,7 +251,7 @@ def _checkout(arguments: Arguments) -> None:
     run = Run(arguments.url, arguments.run_name)
     out = arguments.out
     if not arguments.force and out.is_dir() and any(out.iterdir()):
-        raise FolderError(f"{out} is not empty: name a new folder, or write over its files with --force")
+        raise FolderError(f"{out} is not empty: name a new folder, or replace a checkout there with --force")
     manifest = run.checkout(out, arguments.version)
     print(f"version {manifest.version} (digest {manifest.digest}) is in {out}")
 
