@@ -34,7 +34,7 @@ from delta_weight_sync.reader import (
 )
 from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.run import Run
-from delta_weight_sync.util import make_folder
+from delta_weight_sync.util import Guard, make_folder
 from delta_weight_sync.watch import Watcher
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest in a version's folder: says which version that is
@@ -137,7 +137,8 @@ def follow(
         once: Yield the newest version only, then end.
         on_error: Called with each error after which `follow` tries again. If `follow` had to skip damaged
             records to find the newest version, also called with an error that names these records. Not called
-            with the same message twice in a row. By default, errors are logged.
+            with the same message twice in a row. An exception in it is logged once, and `follow` goes on; to
+            end, it may call `close`. By default, errors are logged.
 
     Returns:
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
@@ -154,6 +155,7 @@ def follow(
         raise errors.ConfigError(f"poll_s is {poll_s!r}: give a number of seconds above 0")
     stopped = threading.Event()
     complain = on_error or (lambda error: _log.warning("%s", error))
+    guard = Guard("the function `on_error`")
 
     def versions() -> Generator[FollowedVersion, None, None]:
         reader = (run if isinstance(run, Run) else Run(run, public_key=public_key))._reader
@@ -185,7 +187,8 @@ def follow(
                 yield from built  # at most one version
                 built.clear()
                 if error and str(error) != last_complaint:
-                    complain(error)
+                    with guard:
+                        complain(error)
                 last_complaint = str(error or "")
                 if not stopped.is_set():
                     watcher.wait(min(poll_s, _WAIT_S))

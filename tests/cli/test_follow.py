@@ -434,6 +434,24 @@ def test_it_can_be_closed_where_an_error_is_reported(folder, tmp_path):
     assert not thread.is_alive()
 
 
+def test_an_error_in_the_function_that_is_told_of_errors_does_not_end_following(run, folder, caplog):
+    told = []
+
+    def alert(error: Exception) -> None:
+        told.append(error)
+        delta.write_bytes(whole)
+        raise ConnectionError("the chat is down")
+
+    with follow_versions(run.url, folder, poll_s=0.01, on_error=alert) as versions:
+        assert next(versions).version == 0
+        delta = run.folder / run.step().deltas[-1].key
+        whole = delta.read_bytes()
+        delta.write_bytes(b"damaged")
+        assert next(versions).version == 1
+    assert told
+    assert "the function `on_error` failed (ConnectionError: the chat is down)" in caplog.text
+
+
 def test_errors_of_a_single_version_are_raised_and_a_wrong_key_too(folder, tmp_path):
     with pytest.raises(BucketError):
         next(follow_versions(f"{(tmp_path / 'nothing').as_uri()}#run", folder, once=True))
