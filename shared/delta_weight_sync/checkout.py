@@ -196,6 +196,12 @@ def follow(
     return FollowedVersions(versions(), stopped)
 
 
+def _content(manifest: Manifest) -> tuple[object, ...]:
+    """What tells a version's folder from another's, also if a run was started over with the same weights."""
+    small = {file.name: file.sha256 for file in manifest.anchor.small}
+    return manifest.born, manifest.version, manifest.digest, small
+
+
 def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion | None) -> None:
     """Write a version to `into` and verify its digest.
 
@@ -274,7 +280,7 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         After any `DeltaWeightSyncError` or `OSError`, `current` is unchanged. After `kill -9`, `current`
         leads to the old version or to the new one."""
         held = self.held
-        if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):
+        if held is None or _content(held) != _content(manifest):
             for folder in self.folder.iterdir():  # remove older versions
                 ours = (folder / RECORD).is_file() and not folder.is_symlink() and folder != self._building
                 if ours and folder.resolve() != self._current.resolve():

@@ -265,6 +265,15 @@ def test_a_run_that_was_started_over_is_checked_out(writes, folder, turns, chang
     holds(folder, new[0])
 
 
+def test_a_run_that_was_started_over_with_the_same_weights_brings_its_own_chat_template(writes, folder):
+    for text in ("old", "new"):
+        run = writes(files={"chat_template.jinja": text})
+        assert follow(run, folder, "--once").complaint == ""
+        assert (folder / "current" / "chat_template.jinja").read_text() == text
+        holds(folder, run)
+        shutil.rmtree(run.folder)
+
+
 def test_weights_that_somebody_wrote_into_are_replaced(run, folder, turns):
     def write_into() -> None:
         path = folder / "current" / "model.safetensors"
