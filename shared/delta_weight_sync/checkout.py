@@ -12,7 +12,6 @@ the previous version, and writes the changes into the copy.
 import asyncio
 import fcntl
 import itertools
-import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -34,12 +33,12 @@ from delta_weight_sync.reader import (
 )
 from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.run import Run
-from delta_weight_sync.util import Guard, make_folder
+from delta_weight_sync.util import Guard, SafeLogger, make_folder
 from delta_weight_sync.watch import Watcher
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest in a version's folder: says which version that is
 _WAIT_S: Final = 1.0  # max seconds between two checks whether to stop
-_log = logging.getLogger(__name__)
+_log = SafeLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ or list that is too long; they skip and count a line that breaks another limit o
 
 import itertools
 import json
-import logging
 import math
 import threading
 import time
@@ -47,7 +46,7 @@ from delta_weight_sync.records import (
 )
 from delta_weight_sync.store import SMALL, Bucket, Objects
 from delta_weight_sync.store.ledger import Kind, Traffic
-from delta_weight_sync.util import Guard
+from delta_weight_sync.util import Guard, SafeLogger
 
 SEGMENT: Final = 128  # flushes of a segment
 SEGMENT_BYTES: Final = 4 << 20  # bytes of a flush or segment before compression, unless one event has more
@@ -62,7 +61,7 @@ _FLUSH_END: Final = b"\n\n"  # between the flushes of a segment
 _WAITING: Final = 16 << 20  # max bytes of events that wait until the store takes them
 _LINES: Final = 1 << 16  # max events in an object: even the shortest ones fill `SEGMENT_BYTES` with fewer
 _LOOK_BACK: Final = 16  # objects of the log that a new trainer reads to find the newest version's event
-_log = logging.getLogger(__name__)
+_log = SafeLogger(__name__)
 
 
 ByKind = dict[Word, Count]

@@ -1,4 +1,4 @@
-"""Work on several cores, a guard for code that only watches, and quantities as people read them."""
+"""Work on several cores, guards for code that only watches, and quantities as people read them."""
 
 import contextlib
 import logging
@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from delta_weight_sync.errors import FolderError
 
-_log = logging.getLogger("delta_weight_sync")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -24,6 +23,21 @@ def threads(cores: int) -> int:
 
 
 THREADS = threads(len(os.sched_getaffinity(0)))
+
+
+class SafeLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger that raises nothing, although a filter of the user's may: for code that must go on."""
+
+    def __init__(self, name: str = "delta_weight_sync") -> None:
+        super().__init__(logging.getLogger(name))
+
+    def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
+        """As in `LoggerAdapter`. The line names the caller's file, not this one."""
+        with contextlib.suppress(Exception):
+            super().log(level, msg, *args, stacklevel=2, **options)
+
+
+_log = SafeLogger()
 
 
 class Guard:
@@ -58,9 +72,8 @@ class Guard:
             text = f"{text}: {error}"
         if text not in self._logged and len(self._logged) < self._MOST:
             self._logged.add(text)
-            with contextlib.suppress(Exception):  # nor may a filter of the user's logging end the run
-                _log.warning("%s failed (%s); the run goes on without it", self._what, text)
-                _log.debug("%s failed", self._what, exc_info=error)
+            _log.warning("%s failed (%s); the run goes on without it", self._what, text)
+            _log.debug("%s failed", self._what, exc_info=error)
         return True
 
 

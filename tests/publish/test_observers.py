@@ -1,12 +1,13 @@
 """What watches a run cannot stop it: callbacks, log, counters and notifications fail alone."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,13 @@ from safetensors.torch import save_file
 
 from delta_weight_sync import Publisher, codec, runlog
 from delta_weight_sync.errors import AccessDeniedError, BucketUnreachableError
-from delta_weight_sync.publish import reports
+from delta_weight_sync.publish import outbox, reports
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent, SyncEvent
 from delta_weight_sync.store._files import FileBucket
 from delta_weight_sync.store.ledger import Ledger, Traffic
+from delta_weight_sync.util import SafeLogger
+from tests.support.real_run import Drifting
 from tests.support.waiting import PATIENCE_S, soon
 from trainer import observe
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
@@ -191,6 +194,47 @@ def test_what_a_slow_callback_logs_before_the_end_is_in_the_log(base: Path, tmp_
     publisher.close()
     events = [*RunLogReader(open_run(url).bucket, "main").poll()]
     assert [event.step for event in events if isinstance(event, StepEvent)] == [0, 1, 2]
+
+
+@pytest.fixture
+def raising_filter() -> Iterator[None]:
+    """A filter of the user's, of the library's log, that raises."""
+    log = logging.getLogger("delta_weight_sync")
+    log.addFilter(fails)
+    yield
+    log.removeFilter(fails)
+
+
+@pytest.mark.usefixtures("raising_filter")
+def test_a_log_that_raises_does_not_stop_the_retry_that_it_reports(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "_RETRY_S", 0.0)
+    weights = torch.zeros(64, dtype=torch.bfloat16)
+    refusals = [True] * 4
+    with Publisher((tmp_path / "bucket").as_uri(), base) as publisher:
+        publisher.publish({"w": weights})
+        fault = put_but(lambda key: "/deltas/" in key and bool(refusals) and refusals.pop(), OSError)
+        monkeypatch.setattr(FileBucket, "_put", fault)
+        publisher.publish({"w": weights + 1})
+        assert publisher.flush().version == 1
+    assert not refusals
+
+
+@pytest.mark.usefixtures("raising_filter")
+def test_a_log_that_raises_does_not_end_the_thread_that_makes_jumps(tmp_path: Path) -> None:
+    with contextlib.closing(Drifting(tmp_path / "bucket")) as run:
+        put = run.outbox.shortcuts._writer.put_jump
+        run.outbox.shortcuts._writer.put_jump = fails
+        run.steps(8)
+        run.outbox.shortcuts._writer.put_jump = put
+        run.steps(9)
+        assert (8, 16) in [(jump.base, jump.version) for jump in run.newest.jumps]
+
+
+def test_a_line_of_the_log_names_the_file_that_wrote_it(caplog: pytest.LogCaptureFixture) -> None:
+    SafeLogger().warning("%s at %d", "here", 1)
+    assert [(each.filename, each.message) for each in caplog.records] == [("test_observers.py", "here at 1")]
 
 
 @pytest.mark.parametrize("error", [AccessDeniedError, BucketUnreachableError])

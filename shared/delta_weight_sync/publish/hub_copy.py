@@ -7,7 +7,6 @@ changed a weight.
 """
 
 import hashlib
-import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,11 +21,12 @@ from delta_weight_sync.publish.base import Base
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.records import MAX_ASSETS, FileRef
 from delta_weight_sync.store import HubFile
+from delta_weight_sync.util import SafeLogger
 
 # Readers know the files of an older anchor by such names, and delete them.
 _MOST_FILES: Final = MAX_ASSETS // 4  # leaves room for the small files of an anchor
 _NAME: Final = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 
 
 class _UnfitError(Exception):

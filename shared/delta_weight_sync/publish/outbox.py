@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import logging
 import math
 import shutil
 import threading
@@ -49,6 +48,7 @@ from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.util import SafeLogger
 
 Untrained = Callable[[Specs, Iterable[str], Callable[[str], Bits]], Iterable[tuple[str, str, Bits]]]
 Kind = TypeVar("Kind")
@@ -56,7 +56,7 @@ _FILE_BYTES = 5_000_000_000  # limit of bytes of an anchor's file; a larger tens
 _CLOSING_S = 60.0  # seconds that a rank waits for its background thread, which may wait for other ranks
 _RETRY_S = 2.0
 _REMIND_S = 60.0  # seconds between two warnings that a version has not reached the bucket
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 
 
 class RepeatedSyncs:

@@ -3,7 +3,6 @@
 A failure here is logged once, and stops no version.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +13,10 @@ from delta_weight_sync.publish.writer import PartWriter
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import Event, RunLogWriter, sync_event, traffic_event
 from delta_weight_sync.store.ledger import Kind, Traffic, merged
-from delta_weight_sync.util import Guard
+from delta_weight_sync.util import Guard, SafeLogger
 
 _CLOSING_S: Final = 5.0
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 Counts = Mapping[Kind, Traffic]  # what a rank has sent and requested, by kind
 
 

@@ -12,7 +12,6 @@ of it. If the trainer crashes before that, the option `keep` or the command `gc`
 """
 
 import errno
-import logging
 import math
 import os
 import shutil
@@ -35,13 +34,14 @@ from delta_weight_sync.publish.writer import PartWriter, RunWriter, Stored
 from delta_weight_sync.reader import require_digest
 from delta_weight_sync.records import STRIDES, FileRef, Manifest
 from delta_weight_sync.scratch import Scratch, is_memory
+from delta_weight_sync.util import SafeLogger
 
 _BEHIND: Final = 16  # while more versions than this wait, anchors are made, but no jumps
 _CLOSING_S: Final = 5.0
 _SMALLEST: Final = 1 << 24  # bytes of memory that patches may always take
 _SHARE: Final = 3  # patches may take up to 1 / _SHARE of the bf16 weights, if that is more than _SMALLEST
 _UNSENT = 8  # max jumps that wait for the store; of more, the oldest are dropped
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 
 
 @dataclass

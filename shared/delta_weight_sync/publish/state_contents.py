@@ -6,7 +6,6 @@ Moments are restored here, because `Optimizer.load_state_dict` casts them to the
 """
 
 import json
-import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +23,10 @@ from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.blocks import Block
 from delta_weight_sync.publish.sharding import held_block, is_copy, local
 from delta_weight_sync.records import Record
-from delta_weight_sync.util import time_text
+from delta_weight_sync.util import SafeLogger, time_text
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name, _ in DTYPES.values()}  # what a state can hold
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 Tensors = dict[str, torch.Tensor]
 Others = Mapping[str, Stateful]
 Fill = Callable[[str, torch.Tensor], None]

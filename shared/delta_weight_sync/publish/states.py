@@ -14,7 +14,6 @@ background thread uploads the copy.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -36,9 +35,10 @@ from delta_weight_sync.publish.writer import RunWriter, put_file
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Count, Digest, FileRef, Sealed, Time
 from delta_weight_sync.scratch import Scratch
+from delta_weight_sync.util import SafeLogger
 
 _DAMAGED = (ProtocolError, ObjectMissingError, SafetensorError)
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 Snapshot = tuple[Tensors, StateHeader]
 Version = tuple[int, str]  # its sync and digest; the manifests of all versions could fill the memory
 

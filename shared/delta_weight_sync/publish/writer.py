@@ -5,7 +5,6 @@ Each rank of a trainer stores its own parts of deltas, of jumps (deltas over sev
 """
 
 import hashlib
-import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,10 +35,11 @@ from delta_weight_sync.records import (
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.signing import Kind, writer_keys
 from delta_weight_sync.store import Bucket, ObjectInfo, Objects, file_sha256
+from delta_weight_sync.util import SafeLogger
 
 _EVERY = 16  # versions between two looks for damage
 _ANCHOR_PAUSE = 8  # versions between two orders of an anchor, which takes a copy of the model on disk
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 
 
 class Stored(NamedTuple):

@@ -13,7 +13,6 @@ from the Hub's feed of a bucket's changes, which consists of server-sent events.
 
 import contextlib
 import json
-import logging
 import os
 import random
 import re
@@ -48,6 +47,7 @@ from delta_weight_sync import errors, store
 from delta_weight_sync.store.hooks import BUCKETS
 from delta_weight_sync.store.ledger import Kind, Ledger, kind_of
 from delta_weight_sync.store.notifications import Notifications, Quota, Why
+from delta_weight_sync.util import SafeLogger
 
 with BUCKETS.imports():  # private names, which another release may lack
     from huggingface_hub._buckets import _BucketAddFile
@@ -94,7 +94,7 @@ class _Account(NamedTuple):
 _account: ContextVar[_Account | None] = ContextVar("_account", default=None)
 _hooking = threading.Lock()
 _adding = threading.Lock()
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 
 
 @cache

@@ -7,7 +7,6 @@ parameters, and commits what differs. A join works from any live weights; it is 
 heal, and to go back. vLLM generates meanwhile, and the digest of its live parameters proves the result.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -25,7 +24,7 @@ from delta_weight_sync.runlog import (
     TrafficEvent,
     traffic_event,
 )
-from delta_weight_sync.util import Guard
+from delta_weight_sync.util import Guard, SafeLogger
 from delta_weight_sync.vllm.disk import Layout
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
@@ -35,7 +34,7 @@ _UNMOVED = 10  # versions in a row that change no quantized weight, before the r
 _REFUSALS = (errors.RouteError.kind, errors.CommitError.kind, errors.CodecError.kind)
 _Tensors = tuple[Shapes, Dtypes]
 _NONE: _Tensors = ({}, {})
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 
 
 class Commands:

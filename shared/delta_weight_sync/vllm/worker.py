@@ -28,7 +28,6 @@ loader, from a copy on the host.
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 import weakref
@@ -52,7 +51,7 @@ from delta_weight_sync import checkpoint, codec, errors, gpu
 from delta_weight_sync.codec import Bits, Patch, cut
 from delta_weight_sync.collectives import all_to_all
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.util import Guard
+from delta_weight_sync.util import Guard, SafeLogger
 from delta_weight_sync.vllm import NO_SLEEP, cpu, memory, routes
 from delta_weight_sync.vllm.drafts import Draft
 from delta_weight_sync.vllm.memory import Changes, HostMemory, Memory, Step, Table
@@ -62,7 +61,7 @@ _TIMEOUT = timedelta(seconds=120)
 RECHECK_S = 60.0  # time in which all parameters are hashed again
 _MANY = 1 << 20  # from this number of changes on, workers share the decoding (encoding `fast`)
 _BATCH = 1 << 25  # elements of a batch that is compared with a checkpoint; some batches have up to twice this
-_log = logging.getLogger("delta_weight_sync")
+_log = SafeLogger()
 
 Answer = dict[str, Any]
 
