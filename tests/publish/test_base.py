@@ -349,8 +349,9 @@ def on_hub(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def names() -> list[str]:
         return [path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file()]
 
-    def snapshot_download(model: str, **patterns: Any) -> str:
+    def snapshot_download(model: str, revision: str = "", **patterns: Any) -> str:
         assert model == "me/policy"
+        assert revision in ("", cache.name)
         for name in filter_repo_objects(names(), **patterns):
             (cache / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(base / name, cache / name)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from delta_weight_sync import Publisher, follow
 from delta_weight_sync.checkpoint import INDEX, dtype_of, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.publish.base import Base
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.records import Manifest
@@ -403,3 +404,15 @@ def test_several_ranks(hub, client, tmp_path, differs):
     published = received_during(hub, url, train)
     assert is_copied(published, tensors) != differs
     check(published, tensors, tmp_path / "followed")
+
+
+def test_a_base_that_changes_while_it_is_downloaded_is_of_one_revision(client, hub, tmp_path):
+    before = weights(rows=8)
+    after = weights(rows=8)
+    name = push(hub, write(tmp_path / "before", before))
+    base = Base(name)
+    write(tmp_path / "after", after)
+    HfApi().upload_folder(repo_id=name, folder_path=tmp_path / "after")
+    assert base.checkpoint
+    assert base.folder.name != HfApi().model_info(name).sha
+    assert torch.equal(load_file(base.folder / "model.safetensors")["norm.weight"], before["norm.weight"])

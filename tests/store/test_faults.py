@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+from obstore.exceptions import GenericError
 
 from delta_weight_sync.errors import AccessDeniedError, BucketError, BucketUnreachableError, FencedError
 from delta_weight_sync.publish.writer import RunWriter
@@ -219,13 +220,29 @@ def test_a_large_folder_is_listed_over_several_pages(bucket, hub):
     assert [info.key for info in bucket.list("many/")] == [f"many/{i:04d}" for i in range(1001)]
 
 
-def test_missing_keys_of_s3_are_asked_for(s3_env, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("status", "kind"), [(403, AccessDeniedError), (404, AccessDeniedError), (503, BucketUnreachableError)]
+)
+def test_missing_keys_of_s3_are_asked_for_and_only_a_denial_is_one(
+    s3_env, monkeypatch, tmp_path, status, kind
+):
+    """A trainer goes on after a failed attempt to get keys, and ends after a denial."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    with pytest.raises(AccessDeniedError, match=r"read access to s3://weights/HEAD .* set AWS_ACCESS_KEY_ID"):
-        open_bucket("s3://weights").stat("HEAD")
+    with answering(lambda _: (status, {}, b"")) as url:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)
+        with pytest.raises(kind, match=r"s3://weights/HEAD .* set AWS_ACCESS_KEY_ID"):
+            open_bucket("s3://weights").stat("HEAD")
+
+
+def test_a_time_out_at_the_address_of_the_machines_role_is_no_denial(s3_env):
+    said = (
+        "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 10.2s, after 5"
+        " retries, max_retries: 5, retry_timeout: 60s  - HTTP error: error sending request"
+    )
+    with pytest.raises(BucketUnreachableError, match="set AWS_ACCESS_KEY_ID"):
+        raise open_bucket("s3://weights")._explain(GenericError(said), "s3://weights/HEAD", write=True)
 
 
 def test_the_keys_of_a_profile_open_s3(s3_env, monkeypatch, tmp_path):

@@ -34,7 +34,7 @@ def answering(
                 self.end_headers()
                 self.wfile.write(content)
 
-        do_POST = do_DELETE = do_GET  # noqa: N815 - the names that http.server looks for
+        do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815 - the names that http.server looks for
 
         def log_message(self, *_: object) -> None: ...
 

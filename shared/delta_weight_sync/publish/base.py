@@ -398,7 +398,8 @@ def _find(source: str | Path) -> tuple[Path, str]:
 
 
 def _download(model: str, folder: Path) -> None:
-    """Download the weights of a model on the Hub. The cache has them if the trainer loaded the model."""
+    """Download the weights of a model on the Hub, of the revision whose other files `folder` has. The cache
+    has them if the trainer loaded the model."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -406,7 +407,7 @@ def _download(model: str, folder: Path) -> None:
         files = {WEIGHTS}
         if index.is_file():
             files = set(json.loads(index.read_text())["weight_map"].values())
-        snapshot_download(model, allow_patterns=sorted(files))
+        snapshot_download(model, revision=folder.name, allow_patterns=sorted(files))
     except (OSError, ValueError, LookupError, RecursionError) as error:
         raise CheckpointError(
             f"the weights of {model} cannot be read: {str(error).splitlines()[0]}"

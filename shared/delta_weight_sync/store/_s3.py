@@ -25,8 +25,10 @@ from obstore.store import S3Store
 from delta_weight_sync import errors, store
 
 _PARTS: Final = 8  # requests in parallel
-# What other errors say if they are refusals. Without keys, obstore asks the cloud for keys at this address.
-_REFUSED = re.compile(r"40[13]:? (Unauthorized|Forbidden)|ExpiredToken|http://169\.254\.169\.254")
+# Without keys, obstore asks the cloud for those of the machine's role, at these paths.
+_ROLE = re.compile(r"/latest/(api/token|meta-data/)")
+# What other errors say if they are refusals. The cloud answers 404 if the machine has no role.
+_REFUSED = re.compile(rf"40[13]:? (Unauthorized|Forbidden)|ExpiredToken|{_ROLE.pattern}.*404 Not Found")
 
 
 class S3Bucket(store.Bucket):
@@ -117,6 +119,11 @@ class S3Bucket(store.Bucket):
             )
         if isinstance(error, InvalidPathError):
             return errors.BucketError(f"{place} holds an object whose name is invalid ({error}): delete it")
+        if _ROLE.search(str(error)):
+            return errors.BucketUnreachableError(
+                f"{place} cannot be reached, because the machine's role gives no keys now ({code}): try"
+                " again, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
         endpoint = os.environ.get("AWS_ENDPOINT_URL", "https://")
         proxy = proxy_for(endpoint)
         used = f"; requests use the proxy in {proxy}, unless no_proxy has the store's host" if proxy else ""
