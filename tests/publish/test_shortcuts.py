@@ -3,6 +3,7 @@
 import errno
 import tempfile
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -13,7 +14,7 @@ import torch
 from delta_weight_sync import codec, records, scratch
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError
-from delta_weight_sync.prune import Keep
+from delta_weight_sync.prune import Keep, Pruner
 from delta_weight_sync.publish import shortcuts
 from delta_weight_sync.publish.writer import RunWriter, Stored
 from delta_weight_sync.records import DeltaRef
@@ -195,6 +196,25 @@ def test_a_jump_that_was_not_uploaded_is_made_with_the_next_version(run, tmp_pat
         "no jumps and anchors for now: the link is down"
     ) == 1
     is_built(run.reader, 11, tmp_path)
+
+
+def test_a_store_that_refuses_deletions_costs_no_jumps(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shortcuts, "Pruner", partial(Pruner, grace_s=0.0))
+    with closing(Drifting(tmp_path / "bucket", keep=Keep(size=1))) as run:
+        monkeypatch.setattr(run.reader.bucket, "_delete", mock.Mock(side_effect=PermissionError(13, "no")))
+        run.steps(17)
+        assert len(run.reader.bucket.list(f"{run.reader.keys.folder}jumps/")) == 2
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0] for line in said] == ["old versions were not deleted for now"]
+
+
+def test_a_store_that_does_not_answer_a_look_for_damage_costs_no_jumps(run, monkeypatch, caplog):
+    down = mock.Mock(side_effect=BucketUnreachableError("the link is down"))
+    monkeypatch.setattr(run.reader.bucket, "stat_all", down)
+    run.steps(18)
+    assert (8, 16) in spans(run.newest.jumps)
+    said = {record.getMessage() for record in caplog.records}
+    assert said == {"the newest version was not checked for damage: the link is down"}
 
 
 def test_a_full_disk_costs_jumps_and_nothing_else(run, tmp_path, monkeypatch, caplog):

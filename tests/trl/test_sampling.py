@@ -32,6 +32,7 @@ def test_what_trl_computes_is_allowed(settings):
         ({"repetition_penalty": 1.1}, "set repetition_penalty=1.0"),
         ({"presence_penalty": 0.5}, "set presence_penalty=0.0"),
         ({"frequency_penalty": -0.5}, "set frequency_penalty=0.0"),
+        ({"temperature": None}, "set at least 0.01"),  # TRL would divide by it
         ({"temperature": 0.0}, "set at least 0.01"),
         ({"temperature": 0.001}, "set at least 0.01"),  # vLLM would sample at 0.01
     ],

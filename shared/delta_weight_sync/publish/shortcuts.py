@@ -116,7 +116,7 @@ class Shortcuts:
         self._unsent: list[tuple[int, int, bytes, int]] = []  # jumps to upload, as `_jump` returns them
         self._busy = False
         self._closed = False
-        self._warned = deque[str](maxlen=8)  # the last errors that were logged or came again
+        self._warned = deque[str](maxlen=8)  # the last lines that were logged or came again
         self._stayed = 0  # bytes that the last pruning left
         self._came = 0  # bytes that were added between the last two prunings
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
@@ -188,8 +188,6 @@ class Shortcuts:
             self._anchor = None
             try:
                 self._follow(version)
-            except BucketError as error:  # the next version tries again
-                self._complain(error)
             except Exception as error:  # noqa: BLE001 - the run continues without shortcuts
                 self._complain(error)
                 self._begin_again()
@@ -208,10 +206,11 @@ class Shortcuts:
             self._starts = [_Start(start.stride, *self._newest) for start in self._starts]
         self._trim()
 
-    def _complain(self, error: Exception) -> None:
-        if str(error) not in self._warned and not self._closed:
-            _log.warning("no jumps and anchors for now: %s", error)
-        self._warned.append(str(error))
+    def _complain(self, error: Exception, said: str = "no jumps and anchors for now: %s") -> None:
+        line = said % error
+        if line not in self._warned and not self._closed:
+            _log.warning("%s", line)
+        self._warned.append(line)
 
     def _follow(self, version: Published) -> None:
         """Make the shortcuts that are due."""
@@ -221,7 +220,10 @@ class Shortcuts:
         if due or version.anchor or self._unsent:
             self._make(version, due)
         if isinstance(self._writer, RunWriter):
-            self._writer.look_for_damage()
+            try:
+                self._writer.look_for_damage()
+            except BucketError as error:  # the next version tries again
+                self._complain(error, "the newest version was not checked for damage: %s")
 
     def _make(self, version: Published, due: list[_Start]) -> None:
         number = version.manifest.version
@@ -242,7 +244,10 @@ class Shortcuts:
             except (OSError, BucketError) as error:  # the writer orders another anchor later
                 self._complain(error)
             self._unnamed |= {file.key: number for file in self._anchor or ()}
-        self._prune(version.manifest)
+        try:
+            self._prune(version.manifest)
+        except BucketError as error:  # the next jump tries again
+            self._complain(error, "old versions were not deleted for now: %s")
 
     def _put_jumps(self) -> None:
         del self._unsent[:-_UNSENT]

@@ -39,7 +39,8 @@ def require_exact(settings: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if TRL cannot compute the distribution from which vLLM samples.
 
     Args:
-        settings: Sampling parameters by TRL's names; a missing one, or None, has no effect.
+        settings: Sampling parameters by TRL's names. A missing one has no effect; nor has None, except as
+            the temperature, which TRL needs.
     """
     for name, allowed in _NEUTRAL.items():
         if (value := settings.get(name)) is not None and value not in allowed:
@@ -47,7 +48,8 @@ def require_exact(settings: Mapping[str, Any]) -> None:
                 f"{name} is {value}, but TRL computes the probabilities of the policy without {name}, so"
                 f" importance ratios would be wrong: set {name}={allowed[0]}"
             )
-    if not (temperature := settings.get("temperature", 1.0)) >= _LEAST:
+    temperature = settings.get("temperature", 1.0)
+    if temperature is None or not temperature >= _LEAST:
         raise ConfigError(
             f"temperature is {temperature}, at which vLLM does not sample from the policy's distribution:"
             f" set at least {_LEAST}"
