@@ -5,7 +5,6 @@ The reasons are in docs/decisions.md (0002).
 
 import asyncio
 import gc
-import hashlib
 import logging
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from delta_weight_sync import gpu_build
+from delta_weight_sync.checkpoint import small_files
 from delta_weight_sync.errors import DeltaWeightSyncError, EngineError
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PublicKeys
@@ -57,7 +57,7 @@ class VllmServer(Engine):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._client = None
-        self._assets: dict[str, str] = {}
+        self._files: dict[str, str] = {}
         self.app: ASGIApp | None = None
         self.context: int | None = None  # tokens of the model's context; None before the start
         self.follower: Follower | None = None  # knows the served version, for headers of answers
@@ -80,7 +80,7 @@ class VllmServer(Engine):
 
     def serves(self, checkpoint: Path) -> bool:
         """Whether the engine has the configuration, tokenizer and chat template of `checkpoint`."""
-        return self.app is not None and self.alive() and _assets(checkpoint) == self._assets
+        return self.app is not None and self.alive() and small_files(checkpoint) == self._files
 
     def start(self, checkpoint: Path) -> None:
         """Start vLLM, or raise `EngineError`. When the calling thread ends, Linux kills the engine."""
@@ -91,7 +91,7 @@ class VllmServer(Engine):
             raise EngineError(f"vLLM cannot start: {problem}")
         for sentence in gpu_build.missing():
             log.warning("%s", sentence)
-        self._assets = _assets(checkpoint)
+        self._files = small_files(checkpoint)
         self._sockets = Scratch()
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
         try:
@@ -159,9 +159,3 @@ async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> 
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM sets this when its engine has died
     await init_app_state(client, app.state, arguments, tasks)
     return app
-
-
-def _assets(checkpoint: Path) -> dict[str, str]:
-    """The files that vLLM reads when it starts, without the weights: file name -> sha256."""
-    files = (path for path in checkpoint.iterdir() if path.is_file() and path.suffix != ".safetensors")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -10,6 +10,7 @@ A function that casts weights imports torch, which takes seconds. Mapping a file
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -262,6 +263,12 @@ def map_folder(folder: Path, mode: Literal["r", "r+"] = "r") -> dict[str, NDArra
     """Like `map_bits`, for all weights of a version's folder."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: bits for path in files for name, bits in map_bits(path, mode).items()}
+
+
+def small_files(folder: Path) -> dict[str, str]:
+    """The files besides the weights with which an engine starts: name -> sha256."""
+    files = (path for path in folder.iterdir() if path.is_file() and path.suffix != ".safetensors")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def dtypes_in(folder: Path) -> dict[str, str]:

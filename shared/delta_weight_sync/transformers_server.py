@@ -38,7 +38,7 @@ try:
 except ImportError as error:  # a package is missing, or its release has other modules
     raise MissingExtraError("serving without vLLM", "serve", error) from error
 
-from delta_weight_sync.checkpoint import dtype_of, words_shape
+from delta_weight_sync.checkpoint import dtype_of, small_files, words_shape
 from delta_weight_sync.engine import Dtypes, Shapes
 from delta_weight_sync.local_engine import LocalEngine, Owned, Result
 from delta_weight_sync.reader import open_run
@@ -68,6 +68,7 @@ class TransformersEngine(LocalEngine):
         self.tokenizer: Any = None
         self.thread = _Thread(self)
         self._model: Any = None
+        self._files: dict[str, str] = {}
 
     def describe(self) -> str:
         """The release of transformers, and how it takes commits."""
@@ -78,11 +79,12 @@ class TransformersEngine(LocalEngine):
         return self._model is not None
 
     def serves(self, checkpoint: Path) -> bool:
-        """Whether a model is loaded; `learn` checks that the tensors fit."""
-        return self.alive()
+        """Whether the model was loaded with the config, tokenizer and chat template of `checkpoint`."""
+        return self.alive() and small_files(checkpoint) == self._files
 
     def start(self, checkpoint: Path) -> None:
-        """Load a checkpoint."""
+        """Load a checkpoint, in place of what is loaded."""
+        self.stop()
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval().requires_grad_(False)
         model.register_forward_pre_hook(lambda *_: self.thread.stop_if_left())
         for parameter in model.parameters():
@@ -94,6 +96,7 @@ class TransformersEngine(LocalEngine):
         model.generation_config.do_sample = True
         model.generation_config.top_k = model.generation_config.top_k or 0
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self._files = small_files(checkpoint)
         self._model = model
 
     def stop(self) -> None:

@@ -1,6 +1,7 @@
 """The server without vLLM, over HTTP: whose turn it is, what made an answer, and what is refused."""
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -116,6 +117,21 @@ def test_a_commit_goes_before_requests_that_wait_and_those_of_clients_that_left_
         (made,) = json.loads(answer.result().headers["x-policy-versions"])
         assert made == {"weights": json.loads(label(version)), "tokens": [[0, 0, 8]]}
     assert serving.steps == [label(1)] * 8 + [label(2)] * 8
+
+
+def test_another_config_or_tokenizer_of_the_same_shapes_is_loaded_anew(tmp_path):
+    """Such as another rotary base, which no tensor holds."""
+    engine = TransformersEngine()
+    engine.start(POLICY)
+    version = Path(shutil.copytree(POLICY, tmp_path / "version"))
+    assert engine.serves(version)
+    config = json.loads((version / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 50
+    (version / "config.json").write_text(json.dumps(config))
+    assert not engine.serves(version)
+    engine.start(version)
+    assert engine.serves(version)
+    assert engine.model().config.rope_parameters == config["rope_parameters"]
 
 
 def test_a_stream_names_the_version_that_makes_it_not_the_one_at_its_arrival(serving):
