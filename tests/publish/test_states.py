@@ -4,7 +4,10 @@ import contextlib
 import hashlib
 import json
 import random
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch.optim import lr_scheduler
 
 from delta_weight_sync import Publisher
 from delta_weight_sync.errors import StateError
@@ -356,6 +360,104 @@ def test_a_state_of_other_weights_than_its_versions_is_refused(url, base):
         publisher.save_state((weights | apart).items(), optimizer)
     with Publisher(url, base) as publisher, pytest.raises(StateError, match="are not those of its version 0"):
         publisher.restore((weights | apart).items(), optimizer)
+
+
+SCHEDULES = {
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [4, 4, 6], 0.1),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.MultiStepLR(o, [3], 0.1)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_restored_schedule_goes_on_as_the_one_that_was_saved(url, base, make):
+    def begin() -> Any:
+        weights = {"w": torch.ones(4, requires_grad=True)}
+        optimizer = torch.optim.AdamW(weights.values(), lr=1.0)
+        return weights, optimizer, make(optimizer)
+
+    def rest(optimizer: torch.optim.Optimizer, schedule: Any) -> list[dict[str, Any]]:
+        found = []
+        for _ in range(5):
+            optimizer.step()
+            schedule.step()
+            found += [{key: value for key, value in optimizer.param_groups[0].items() if key != "params"}]
+        return found
+
+    weights, optimizer, schedule = begin()
+    with Publisher(url, base) as publisher:
+        for _ in range(3):
+            optimizer.step()
+            schedule.step()
+        publisher.publish(weights.items())
+        assert publisher.save_state(weights.items(), optimizer, schedule=schedule)
+    expected = rest(optimizer, schedule)
+    weights, optimizer, schedule = begin()
+    with Publisher(url, base) as publisher:
+        assert publisher.restore(weights.items(), optimizer, schedule=schedule) == {}
+    assert rest(optimizer, schedule) == expected
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {5: "five", None: 1.5, True: (1, (2,)), (1, "a"): [{-1: {}}]},
+        {"__tuple__": [1, 2]},
+        {"counts": Counter({3: 2, 1: 1}), "__items__": {"__items__": [[1, 2]]}, "nan": float("inf")},
+    ],
+)
+def test_extra_comes_back_with_its_keys_and_types(url, base, extra):
+    weights = {"w": torch.ones(4)}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights.items())
+        publisher.save_state(weights.items(), optimizer, extra=extra)
+    with Publisher(url, base) as publisher:
+        found = publisher.restore(weights.items(), optimizer)
+        assert repr(found) == repr(extra), "also its types"
+        with pytest.raises(StateError, match=r"`extra` cannot be saved in a state .*object is not JSON"):
+            publisher.save_state(weights.items(), optimizer, extra={object(): 1}, final=True)
+
+
+def test_a_state_that_lost_keys_is_refused(url, base, caplog):
+    """It is of an earlier release, and its schedule may have been one with milestones."""
+    life(url, base, 2)
+    forge(url, lambda header: header.pop("format"))
+    with contextlib.closing(Loop(url, base)) as loop, pytest.raises(StateError, match="no state to resume"):
+        loop.restore()
+    assert "of an earlier release" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "value", [{"__items__": [[[], 1]]}, {"__tuple__": 5}, {"__counter__": [[1, "a", 2]]}]
+)
+def test_a_damaged_value_is_refused(url, base, value):
+    life(url, base, 0)
+    forge(url, lambda header: header["others"].update(schedule=value))
+    with contextlib.closing(Loop(url, base)) as loop:
+        assert not loop.restore()
+
+
+def forge(url: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the headers of all states in the bucket."""
+    bucket = open_bucket(url.partition("#")[0])
+    for info in [*bucket.list("runs/run/state/")]:
+        if info.key.endswith(".json"):
+            record = StateRecord.model_validate_json(bucket.get(info.key))
+            key = record.ranks[0].key
+            with tempfile.NamedTemporaryFile() as file:
+                file.write(bucket.get(key))
+                file.flush()
+                with safetensors.safe_open(file.name, "pt") as opened:
+                    header = json.loads(opened.metadata()["header"])
+                    tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            change(header)
+            data = safetensors.torch.save(tensors, {"header": json.dumps(header)})
+            bucket.put(key, data)
+            ranks = (FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest()),)
+            kept = record.model_dump(exclude={"seal", "signature", "ranks"})
+            bucket.put(info.key, StateRecord(**kept, ranks=ranks).to_bytes())
 
 
 def test_a_rank_without_a_predecessor_draws_numbers_of_its_own():

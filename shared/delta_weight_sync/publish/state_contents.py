@@ -8,12 +8,13 @@ Moments are restored here, because `Optimizer.load_state_dict` casts them to the
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict, PlainSerializer
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -26,10 +27,47 @@ from delta_weight_sync.records import Record
 from delta_weight_sync.util import SafeLogger, time_text
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name, _ in DTYPES.values()}  # what a state can hold
+# JSON has neither tuples nor keys that are not text. So such a value is saved as an object with one of these
+# names alone, and a list: of the tuple's items, or of [key, value].
+_KINDS: Final = {"__tuple__": tuple, "__counter__": Counter, "__items__": dict}
 _log = SafeLogger()
 Tensors = dict[str, torch.Tensor]
 Others = Mapping[str, Stateful]
 Fill = Callable[[str, torch.Tensor], None]
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {"__tuple__": [_encoded(item) for item in value]}
+    if isinstance(value, list):
+        return [_encoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    items = [[_encoded(key), _encoded(item)] for key, item in value.items()]
+    if isinstance(value, Counter):  # as in `MultiStepLR`
+        return {"__counter__": items}
+    if all(isinstance(key, str) for key in value) and (len(value) != 1 or value.keys().isdisjoint(_KINDS)):
+        return dict(items)
+    return {"__items__": items}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    name = next(iter(value)) if len(value) == 1 else ""
+    if name not in _KINDS:
+        return {key: _decoded(item) for key, item in value.items()}
+    content = _decoded(value[name])
+    try:
+        return tuple(content) if name == "__tuple__" else _KINDS[name](dict(content))
+    except TypeError as error:  # the object is damaged: pydantic refuses it only for a `ValueError`
+        raise ValueError(f"{name} has no such content: {error}") from error
+
+
+KEPT: Final = BeforeValidator(_decoded), PlainSerializer(_encoded)  # of a field that is made with `as_json`
+Kept = Annotated[Any, *KEPT]
 
 
 class SavedBlock(NamedTuple):
@@ -45,10 +83,11 @@ class StateHeader(Record):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
+    format: Literal[2]  # states without it lost keys that are not text, so they are not restored
     held: dict[str, SavedBlock]  # by name
-    setup: dict[str, dict[str, Any]]  # see `_setup`
-    values: dict[str, Any]  # those values of the optimizer's state that are not tensors
-    others: dict[str, Any]  # by name: the state of a schedule and the like
+    setup: dict[str, dict[str, Kept]]  # see `_setup`
+    values: dict[str, Kept]  # those values of the optimizer's state that are not tensors
+    others: dict[str, Kept]  # by name: the state of a schedule and the like
     random: dict[str, Any]
 
 
@@ -74,7 +113,9 @@ def snapshot(
     setup = _setup(live, optimizer, others)
     numbers = snapshot_random_state()
     _log.info("training waited %s for a copy of its state", time_text(time.monotonic() - started))
-    return tensors, StateHeader(held=held, setup=setup, values=values, others=states, random=numbers)
+    return tensors, StateHeader(
+        format=2, held=held, setup=setup, values=values, others=states, random=numbers
+    )
 
 
 def load(
@@ -90,7 +131,7 @@ def load(
     `fill` gets a tensor and its name in the state, and fills this rank's part of the tensor. Raises
     `StateError` if the state does not fit this trainer.
     """
-    for part, now in _setup(live, optimizer, others).items():
+    for part, now in _decoded(_setup(live, optimizer, others)).items():
         then = header.setup[part]
         for key in sorted((now.keys() | then.keys()) - {"lr"}):
             was = then.get(key, "absent")
@@ -104,8 +145,8 @@ def load(
         fill(f"weight/{name}", tensor)
     for key, values in header.setup["optimizer"].items():
         for group, value in zip(optimizer.param_groups, values, strict=True):
-            if key in group:  # JSON turned tuples into lists
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+            if key in group:
+                group[key] = value
     parameters = dict(_parameters(optimizer))
     for entry, held in saved.items():
         if entry.startswith("optimizer/"):
@@ -129,10 +170,11 @@ def load(
 
 def snapshot_random_state() -> dict[str, Any]:
     """Return the states of all random generators (python, numpy, torch on CPU and GPU) as JSON."""
+    version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
     gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {
-        "python": as_json(random.getstate(), "python's random state"),
+        "python": [version, list(numbers), gauss],
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "torch": [state.tolist() for state in (torch.get_rng_state(), *gpu)],
     }
@@ -201,8 +243,8 @@ def _require_plain(entry: str, tensor: torch.Tensor, parameter: torch.Tensor) ->
 
 
 def as_json(value: Any, what: str) -> Any:
-    """A copy of `value` as JSON gives it. Raises `StateError`, which calls the value `what`."""
+    """A copy of `value` for a field with `KEPT`. Raises `StateError`, which calls the value `what`."""
     try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+        return json.loads(json.dumps(_encoded(value)))
+    except (TypeError, ValueError, RecursionError) as error:
         raise StateError(f"{what} cannot be saved in a state ({error}); train without states") from error

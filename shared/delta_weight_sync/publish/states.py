@@ -30,7 +30,7 @@ from delta_weight_sync.errors import ObjectMissingError, ProtocolError, StateErr
 from delta_weight_sync.publish import state_contents
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
 from delta_weight_sync.publish.sharding import Peers, held_block, local
-from delta_weight_sync.publish.state_contents import Others, StateHeader, Tensors
+from delta_weight_sync.publish.state_contents import KEPT, Others, StateHeader, Tensors
 from delta_weight_sync.publish.writer import RunWriter, put_file
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Count, Digest, FileRef, Sealed, Time
@@ -54,7 +54,7 @@ class StateRecord(Sealed):
     sync: Count  # the trainer's number of the sync
     created_at: Time  # unix seconds
     ranks: Annotated[tuple[FileRef, ...], Field(min_length=1)]
-    extra: dict[str, Any]
+    extra: Annotated[dict[Any, Any], *KEPT]
 
 
 class StateSaver:
@@ -153,7 +153,11 @@ class FoundState:
                 share = range(self._peers.rank, len(self.record.ranks), self._peers.size)
                 read = {rank: self._read_header(rank) for rank in share}
             except _DAMAGED as error:
-                _log.warning("skipped the damaged state of version %d: %s", self.record.version, error)
+                _log.warning(
+                    "skipped the state of version %d, damaged or of an earlier release: %s",
+                    self.record.version,
+                    error,
+                )
         parts = self._peers.exchange(read)
         if None in parts:
             return False
