@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from delta_weight_sync import Publisher
 from delta_weight_sync.codec import Delta, apply
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.mirror import Mirror, Search
 from delta_weight_sync.publish.sharding import Shards
 from delta_weight_sync.reader import RunReader
@@ -309,6 +310,33 @@ def _publish_nan(rank: int, folder: Path) -> None:
 def test_a_nan_has_the_same_bits_in_a_whole_tensor_as_in_its_blocks(tmp_path):
     """torch's own cast of NaN to bf16 depends on the machine and on the tensor's size."""
     assert forked.ranks(_publish_nan, 2, tmp_path) == [0, 0]
+
+
+def _save_divided(rank: int, folder: Path, whose: str) -> None:
+    """Each rank has its own moments: of its own parameters, or of its part of all parameters."""
+    names = "p0", "p1"
+    weights = {name: torch.zeros(3, requires_grad=True) for name in names}
+    optimizer = torch.optim.AdamW(weights.values(), lr=0.0)
+    for name in [names[rank]] if whose == "own" else names:
+        weights[name].grad = torch.full((3,), 1.0 + rank)
+    optimizer.step()
+    with _publisher(folder) as publisher:
+        publisher.publish(weights.items())
+        with pytest.raises(StateError) as caught:
+            publisher.save_state(weights.items(), optimizer)
+        assert str(caught.value).startswith("optimizer/0.0/")
+        assert "is not the same on rank 1 as on rank 0" in str(caught.value)
+        for name in names:
+            weights[name].grad = None
+            optimizer.state.pop(weights[name], None)
+        assert publisher.save_state(weights.items(), optimizer), "what is the same is saved"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whose", ["own", "all"])
+def test_an_optimizer_that_is_divided_among_ranks_is_not_saved(whose, tmp_path):
+    """As ZeRO divides it. A state would give each rank the moments of rank 0."""
+    assert forked.ranks(_save_divided, 2, tmp_path, whose) == [0, 0]
 
 
 def test_a_rank_whose_layout_changed_says_so():

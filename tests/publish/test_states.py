@@ -486,6 +486,23 @@ def test_a_value_that_cannot_be_saved_is_refused(url, base):
             publisher.save_state(weights.items(), torch.optim.SGD(weights.values()), extra={"it": json})
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_an_optimizer_that_keeps_its_moments_elsewhere_is_refused(url, base, tmp_path):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns, in torch itself
+
+    weights = {"w": torch.randn(4, requires_grad=True)}
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        optimizer = ZeroRedundancyOptimizer(weights.values(), torch.optim.AdamW)
+        with Publisher(url, base) as publisher:
+            publisher.publish(weights.items())
+            with pytest.raises(StateError, match="a ZeroRedundancyOptimizer divides its moments"):
+                publisher.save_state(weights.items(), optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_state_that_could_not_be_uploaded_is_freed(url, base):
     with contextlib.closing(Loop(url, base)) as loop:
         loop.run(0)

@@ -407,7 +407,7 @@ class Publisher:
             return False
         with self._peers.fail_together():
             extra = as_json(extra or {}, "`extra`")  # a copy: the caller may change its own meanwhile
-            state = snapshot(self._trained(weights), optimizer, others, main=self._peers.main)
+            state = snapshot(self._trained(weights), optimizer, others, self._peers)
         first = self.resumed_from is None and self._saver.thread is None
         self._saver.save(state, self.sync, extra)
         if first:

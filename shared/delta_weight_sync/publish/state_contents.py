@@ -1,7 +1,7 @@
 """What a trainer state holds: weights, optimizer, random numbers, and the state of schedules and the like.
 
 Each rank saves its blocks of sharded (FSDP2) tensors. If several ranks hold copies of a block, one of them
-saves it. The main rank also saves the unsharded tensors.
+saves it. The main rank also saves the unsharded tensors, which must be the same on all ranks.
 Moments are restored here, because `Optimizer.load_state_dict` casts them to the parameter's dtype.
 """
 
@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from delta_weight_sync.checkpoint import DTYPES
+from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.blocks import Block
-from delta_weight_sync.publish.sharding import held_block, is_copy, local
+from delta_weight_sync.publish.sharding import Peers, held_block, is_copy, local
 from delta_weight_sync.records import Record
 from delta_weight_sync.util import SafeLogger, time_text
 
@@ -92,23 +93,43 @@ class StateHeader(Record):
 
 
 def snapshot(
-    live: Tensors, optimizer: Optimizer, others: Others, *, main: bool
+    live: Tensors, optimizer: Optimizer, others: Others, peers: Peers
 ) -> tuple[Tensors, StateHeader]:
-    """Return copies on the host of what this rank saves. Raises `StateError` if a value cannot be saved."""
+    """Return copies on the host of what this rank saves. All ranks must call this at the same time.
+
+    Raises `StateError` if a value cannot be saved.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the optimizer
+    if hasattr(inner, "optim"):  # whose `state` has the moments, and `inner.state` is empty
+        raise StateError(
+            f"a {type(inner).__name__} divides its moments among the ranks, which a state cannot hold: shard"
+            " by FSDP2, use an optimizer that keeps all moments on every rank, or train without states"
+        )
     started = time.monotonic()
     tensors = Tensors()
     held = dict[str, SavedBlock]()
     values = dict[str, Any]()
+    same = dict[str, Any]()  # what all ranks must agree on
     for entry, value, parameter in _entries(live, optimizer):
         if isinstance(value, torch.Tensor):
             _require_plain(entry, value, parameter)
-            saves = not is_copy(value) if isinstance(value, DTensor) else main
+            saves = not is_copy(value) if isinstance(value, DTensor) else peers.main
             if saves:
                 on_host = value.device.type == "cpu"
                 held[entry] = SavedBlock(str(value.dtype), held_block(value), on_host)
                 tensors[entry] = local(value).to("cpu", copy=True, memory_format=torch.contiguous_format)
+            plain = peers.size > 1 and not isinstance(value, DTensor)
+            same[entry] = _fingerprint(tensors.get(entry, value)) if plain else "not compared"
         else:
             values[entry] = as_json(value, entry)
+            same[entry] = "no tensor"
+    for rank, other in enumerate(ranks := peers.exchange(same)):
+        for entry in {**ranks[0], **other}:
+            if ranks[0].get(entry) != other.get(entry):
+                raise StateError(
+                    f"{entry} is not the same on rank {rank} as on rank 0, and a state holds only rank 0's:"
+                    " keep it the same on all ranks, shard it by FSDP2, or train without states"
+                )
     states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
     setup = _setup(live, optimizer, others)
     numbers = snapshot_random_state()
@@ -227,6 +248,12 @@ def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dic
         "trainer": dict.fromkeys(others, "present") | {"optimizer": kind} | trained,
         "optimizer": {key: as_json([g.get(key) for g in groups], f"the optimizer's {key}") for key in keys},
     }
+
+
+def _fingerprint(tensor: torch.Tensor) -> tuple[str, list[int], int]:
+    data = local(tensor).cpu().reshape(-1).view(torch.uint8).numpy()
+    words = data.view(np.uint16) if data.size % 2 == 0 else data
+    return str(tensor.dtype), list(tensor.shape), tensor_digest("", words)
 
 
 def _require_plain(entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
