@@ -274,6 +274,14 @@ def test_another_trainer_is_refused_with_what_differs(url, base):
         StateError, match=r"initial_lr was \[0\.01\] when the state was saved and is \[0\.1\]"
     ):
         life(url, base, 3, lr=0.1)
+    with contextlib.closing(Loop(url, base)) as loop:
+        loop.optimizer.param_groups[0]["weight_decay"] = 0.5
+        with pytest.raises(StateError, match=r"optimizer groups' weight_decay was \[0\.01\] .* is \[0\.5\]"):
+            loop.restore()
+    with contextlib.closing(Loop(url, base)) as loop:
+        loop.schedule = lr_scheduler.ConstantLR(loop.optimizer, 1.0)
+        with pytest.raises(StateError, match=r"trainer's schedule was LambdaLR .* is ConstantLR"):
+            loop.restore()
     with pytest.raises(
         StateError, match=r"1\.bias was torch.bfloat16 \[40\] when .* is torch.bfloat16 \[41\]"
     ):
@@ -287,6 +295,22 @@ def test_another_trainer_is_refused_with_what_differs(url, base):
         loop.model.double()
         with pytest.raises(StateError, match=r"0\.weight was torch.float32 .* and is torch.float64"):
             loop.restore()
+
+
+def test_groups_are_compared_though_the_first_trainer_called_no_restore(url, base):
+    """As `trainer.train`, which saves its first state before the first step."""
+
+    def begin(decay: float) -> Any:
+        weights = {"w": torch.ones(4, requires_grad=True)}
+        return weights, torch.optim.AdamW([{"params": weights.values(), "weight_decay": decay}])
+
+    weights, optimizer = begin(0.1)
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights.items())
+        publisher.save_state(weights.items(), optimizer)
+    weights, optimizer = begin(0.2)
+    with Publisher(url, base) as publisher, pytest.raises(StateError, match=r"weight_decay was \[0\.1\]"):
+        publisher.restore(weights.items(), optimizer)
 
 
 def test_a_run_without_states_is_not_begun_again_by_mistake(url, base):
@@ -362,7 +386,23 @@ def test_a_state_of_other_weights_than_its_versions_is_refused(url, base):
         publisher.restore((weights | apart).items(), optimizer)
 
 
+class WeightDecay:
+    """Each step changes a group's value other than `lr`, and adds one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.state_dict = dict[str, Any]
+        self.load_state_dict = id
+
+    def step(self) -> None:
+        group = self.optimizer.param_groups[0]
+        group["weight_decay"] += 0.01
+        group["steps"] = group.get("steps", 0) + 1
+
+
 SCHEDULES = {
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1.0, 10),
+    "weight decay": WeightDecay,
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [4, 4, 6], 0.1),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.MultiStepLR(o, [3], 0.1)], [2]
@@ -387,6 +427,7 @@ def test_a_restored_schedule_goes_on_as_the_one_that_was_saved(url, base, make):
 
     weights, optimizer, schedule = begin()
     with Publisher(url, base) as publisher:
+        assert publisher.restore(weights.items(), optimizer, schedule=schedule) is None
         for _ in range(3):
             optimizer.step()
             schedule.step()

@@ -27,7 +27,7 @@ from delta_weight_sync.publish.plan import HALF, Plan
 from delta_weight_sync.publish.readable import require_readable
 from delta_weight_sync.publish.reports import Listener
 from delta_weight_sync.publish.sharding import Held, Peers, Weights, gathered, local, own_digest
-from delta_weight_sync.publish.state_contents import as_json, snapshot
+from delta_weight_sync.publish.state_contents import Groups, as_json, groups_of, snapshot
 from delta_weight_sync.publish.states import FoundState, StateRecord, StateSaver, find_state
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
@@ -127,6 +127,7 @@ class Publisher:
         self._has_version = False  # whether the run has a version, or will have one; the same on all ranks
         self._fresh = fresh
         self._found: FoundState | None = None
+        self._given: Groups | None = None  # the optimizer's groups before training, if they are known
         self._adapter = adapter
         self._config: Mapping[str, Any] | None = None  # of the adapter that was published last
         self._start: Base | None = None  # only on the main rank
@@ -340,6 +341,7 @@ class Publisher:
         """
         self._require_open()
         arguments.require_optimizer(optimizer)
+        self._given = groups_of(optimizer)
         if self._found is None and self.find_state() is None:
             return None
         found = self._found
@@ -406,8 +408,10 @@ class Publisher:
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():
+            if self._given is None and not optimizer.state:  # no step was made
+                self._given = groups_of(optimizer)
             extra = as_json(extra or {}, "`extra`")  # a copy: the caller may change its own meanwhile
-            state = snapshot(self._trained(weights), optimizer, others, self._peers)
+            state = snapshot(self._trained(weights), optimizer, others, self._peers, self._given)
         first = self.resumed_from is None and self._saver.thread is None
         self._saver.save(state, self.sync, extra)
         if first:

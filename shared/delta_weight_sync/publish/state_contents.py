@@ -34,6 +34,7 @@ _KINDS: Final = {"__tuple__": tuple, "__counter__": Counter, "__items__": dict}
 _log = SafeLogger()
 Tensors = dict[str, torch.Tensor]
 Others = Mapping[str, Stateful]
+Groups = list[dict[str, Any]]
 Fill = Callable[[str, torch.Tensor], None]
 
 
@@ -87,15 +88,18 @@ class StateHeader(Record):
     format: Literal[2]  # states without it lost keys that are not text, so they are not restored
     held: dict[str, SavedBlock]  # by name
     setup: dict[str, dict[str, Kept]]  # see `_setup`
+    groups: list[dict[str, Kept]]  # of the optimizer, see `groups_of`
     values: dict[str, Kept]  # those values of the optimizer's state that are not tensors
     others: dict[str, Kept]  # by name: the state of a schedule and the like
     random: dict[str, Any]
 
 
 def snapshot(
-    live: Tensors, optimizer: Optimizer, others: Others, peers: Peers
+    live: Tensors, optimizer: Optimizer, others: Others, peers: Peers, given: Groups | None
 ) -> tuple[Tensors, StateHeader]:
     """Return copies on the host of what this rank saves. All ranks must call this at the same time.
+
+    `given`: the optimizer's groups before training, if they are known.
 
     Raises `StateError` if a value cannot be saved.
     """
@@ -131,11 +135,12 @@ def snapshot(
                     " keep it the same on all ranks, shard it by FSDP2, or train without states"
                 )
     states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
-    setup = _setup(live, optimizer, others)
+    setup = _setup(live, optimizer, others, given)
+    groups = groups_of(optimizer)
     numbers = snapshot_random_state()
     _log.info("training waited %s for a copy of its state", time_text(time.monotonic() - started))
     return tensors, StateHeader(
-        format=2, held=held, setup=setup, values=values, others=states, random=numbers
+        format=2, held=held, setup=setup, groups=groups, values=values, others=states, random=numbers
     )
 
 
@@ -152,22 +157,20 @@ def load(
     `fill` gets a tensor and its name in the state, and fills this rank's part of the tensor. Raises
     `StateError` if the state does not fit this trainer.
     """
-    for part, now in _decoded(_setup(live, optimizer, others)).items():
-        then = header.setup[part]
-        for key in sorted((now.keys() | then.keys()) - {"lr"}):
+    for part, now in _decoded(_setup(live, optimizer, others, groups_of(optimizer))).items():
+        then = header.setup.get(part, now)  # what the groups were given may be unknown
+        for key in sorted(now.keys() | then.keys()):
             was = then.get(key, "absent")
             is_now = now.get(key, "absent")
             if was != is_now:
                 raise StateError(
-                    f"the {part}'s {key} was {was} when the state was saved and is {is_now}: train with the"
+                    f"the {part} {key} was {was} when the state was saved and is {is_now}: train with the"
                     " saved value, or start again"
                 )
     for name, tensor in live.items():
         fill(f"weight/{name}", tensor)
-    for key, values in header.setup["optimizer"].items():
-        for group, value in zip(optimizer.param_groups, values, strict=True):
-            if key in group:
-                group[key] = value
+    for group, values in zip(optimizer.param_groups, header.groups, strict=True):
+        group.update(values)
     parameters = dict(_parameters(optimizer))
     for entry, held in saved.items():
         if entry.startswith("optimizer/"):
@@ -237,17 +240,37 @@ def _entries(live: Tensors, optimizer: Optimizer) -> Iterator[tuple[str, Any, to
             yield f"optimizer/{number}/{key}", value, parameter
 
 
-def _setup(live: Tensors, optimizer: Optimizer, others: Others) -> dict[str, dict[str, Any]]:
-    """Return what must be the same when a state is saved and restored. Only `lr` of a group may differ."""
-    groups = optimizer.param_groups
-    keys = {key for group in groups for key in group if key != "params"}
+def groups_of(optimizer: Optimizer) -> Groups:
+    """The values of the optimizer's groups, for a field of `Kept`. Raises `StateError`."""
+    return [
+        {key: as_json(value, f"the optimizer's {key}") for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _setup(
+    live: Tensors, optimizer: Optimizer, others: Others, given: Groups | None
+) -> dict[str, dict[str, Any]]:
+    """Return what must be the same when a state is saved and restored.
+
+    Schedules, and some optimizers, change the groups' values during training. So what is compared is the
+    arguments of the optimizer, the rates from which schedules begin, and, if they are known, the groups
+    before training, but for `lr`, which schedules set before the first step.
+    """
     trained = {f"parameter {number}": list(p.shape) for number, p in _parameters(optimizer)}
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__  # Accelerate wraps the optimizer
-    return {
-        "model": {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in live.items()},
-        "trainer": dict.fromkeys(others, "present") | {"optimizer": kind} | trained,
-        "optimizer": {key: as_json([g.get(key) for g in groups], f"the optimizer's {key}") for key in keys},
+    kinds = {name: type(other).__name__ for name, other in others.items()}
+    rates = [group.get("initial_lr") for group in optimizer.param_groups]
+    arguments = {**getattr(optimizer, "defaults", {}), "initial_lr": rates}
+    setup: dict[str, dict[str, Any]] = {
+        "model's": {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in live.items()},
+        "trainer's": kinds | {"optimizer": kind} | trained,
+        "optimizer's": {key: as_json(value, f"the optimizer's {key}") for key, value in arguments.items()},
     }
+    if given is not None:
+        keys = {key for group in given for key in group if key != "lr"}
+        setup["optimizer groups'"] = {key: [group.get(key) for group in given] for key in keys}
+    return setup
 
 
 def _fingerprint(tensor: torch.Tensor) -> tuple[str, list[int], int]:
