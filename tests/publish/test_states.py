@@ -461,6 +461,22 @@ def test_extra_comes_back_with_its_keys_and_types(url, base, extra):
             publisher.save_state(weights.items(), optimizer, extra={object(): 1}, final=True)
 
 
+def test_as_much_extra_is_saved_as_can_be_restored(url, base):
+    weights = {"w": torch.ones(4)}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    numbers = [1] * 1000
+    extra = {"numbers": numbers, "text": "x" * (saving.EXTRA_BYTES - 2 * len(numbers) - 23)}
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights.items())
+        with pytest.raises(
+            StateError, match=r"`extra` has 7,340,033 bytes as JSON, and a state may have 7,340,032"
+        ):
+            publisher.save_state(weights.items(), optimizer, extra={**extra, "text": extra["text"] + "x"})
+        assert publisher.save_state(weights.items(), optimizer, extra=extra)
+    with Publisher(url, base) as publisher:
+        assert publisher.restore(weights.items(), optimizer) == extra
+
+
 def test_a_state_that_lost_keys_is_refused(url, base, caplog):
     """It is of an earlier release, and its schedule may have been one with milestones."""
     life(url, base, 2)

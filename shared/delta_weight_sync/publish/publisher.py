@@ -27,8 +27,8 @@ from delta_weight_sync.publish.plan import HALF, Plan
 from delta_weight_sync.publish.readable import require_readable
 from delta_weight_sync.publish.reports import Listener
 from delta_weight_sync.publish.sharding import Held, Peers, Weights, gathered, local, own_digest
-from delta_weight_sync.publish.state_contents import Groups, as_json, groups_of, snapshot
-from delta_weight_sync.publish.states import FoundState, StateRecord, StateSaver, find_state
+from delta_weight_sync.publish.state_contents import Groups, groups_of, snapshot
+from delta_weight_sync.publish.states import FoundState, StateRecord, StateSaver, extra_as_json, find_state
 from delta_weight_sync.publish.undo import UndoLog
 from delta_weight_sync.publish.writer import PartWriter, RunWriter
 from delta_weight_sync.reader import RunReader, split_run
@@ -384,7 +384,8 @@ class Publisher:
                 PEFT's adapters, a state has the adapters but not the frozen base. Pass the model here if the
                 publisher has `adapter`.
             optimizer: The optimizer; its state, such as moments, is saved.
-            extra: Values of your own that JSON can hold, such as the number of samples used.
+            extra: Values of your own, such as the number of samples used: what JSON can hold, tuples, and
+                other keys than text; up to 7 MiB as JSON.
             final: Save the state even if `state_minutes` have not passed, after the upload of an earlier one.
                 Set this at the end of training.
             **others: Other objects with a state: learning rate schedule, gradient scaler.
@@ -394,7 +395,7 @@ class Publisher:
             or this trainer is repeating syncs that the bucket has.
 
         Raises:
-            StateError: A value cannot be saved.
+            StateError: A value cannot be saved, or ranks have different moments, as with ZeRO.
             TimeoutError: With `final`, the upload of the earlier state takes longer than ten minutes.
             DeltaWeightSyncError: The first state could not be uploaded.
         """
@@ -410,7 +411,7 @@ class Publisher:
         with self._peers.fail_together():
             if self._given is None and not optimizer.state:  # no step was made
                 self._given = groups_of(optimizer)
-            extra = as_json(extra or {}, "`extra`")  # a copy: the caller may change its own meanwhile
+            extra = extra_as_json(extra or {})  # a copy: the caller may change its own meanwhile
             state = snapshot(self._trained(weights), optimizer, others, self._peers, self._given)
         first = self.resumed_from is None and self._saver.thread is None
         self._saver.save(state, self.sync, extra)

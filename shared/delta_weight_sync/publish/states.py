@@ -14,11 +14,12 @@ background thread uploads the copy.
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import torch
 from pydantic import ConfigDict, Field, ValidationError
@@ -30,13 +31,15 @@ from delta_weight_sync.errors import ObjectMissingError, ProtocolError, StateErr
 from delta_weight_sync.publish import state_contents
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
 from delta_weight_sync.publish.sharding import Peers, held_block, local
-from delta_weight_sync.publish.state_contents import KEPT, Others, StateHeader, Tensors
+from delta_weight_sync.publish.state_contents import KEPT, Others, StateHeader, Tensors, as_json
 from delta_weight_sync.publish.writer import RunWriter, put_file
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Count, Digest, FileRef, Sealed, Time
 from delta_weight_sync.scratch import Scratch
+from delta_weight_sync.store import SMALL
 from delta_weight_sync.util import SafeLogger
 
+EXTRA_BYTES: Final = SMALL - (1 << 20)  # of `extra` as JSON; the rest of the record is for thousands of ranks
 _DAMAGED = (ProtocolError, ObjectMissingError, SafetensorError)
 _log = SafeLogger()
 Snapshot = tuple[Tensors, StateHeader]
@@ -55,6 +58,17 @@ class StateRecord(Sealed):
     created_at: Time  # unix seconds
     ranks: Annotated[tuple[FileRef, ...], Field(min_length=1)]
     extra: Annotated[dict[Any, Any], *KEPT]
+
+
+def extra_as_json(extra: dict[str, Any]) -> Any:
+    """A copy of `extra` for a record. Raises `StateError` if it cannot be saved, or could not be read."""
+    copy = as_json(extra, "`extra`")
+    if (size := len(json.dumps(copy, separators=(",", ":")))) > EXTRA_BYTES:
+        raise StateError(
+            f"`extra` has {size:,} bytes as JSON, and a state may have {EXTRA_BYTES:,}: hand over large"
+            " values as tensors, among `weights`"
+        )
+    return copy
 
 
 class StateSaver:
