@@ -339,6 +339,28 @@ def test_an_optimizer_that_is_divided_among_ranks_is_not_saved(whose, tmp_path):
     assert forked.ranks(_save_divided, 2, tmp_path, whose) == [0, 0]
 
 
+def _end_on_another_course(rank: int, folder: Path) -> None:
+    weights = {"w": torch.zeros(4), "v": torch.zeros(5)}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    with _publisher(folder) as publisher:
+        publisher.publish(weights.items(), 0)
+        publisher.save_state(weights.items(), optimizer)
+        weights["w"] += 1
+        publisher.publish(weights.items(), 10)
+        publisher.flush()
+    with _publisher(folder) as publisher:
+        publisher.restore(weights.items(), optimizer)
+        weights["v"] += 2
+        publisher.publish(weights.items(), 3)
+        assert publisher.flush().digest == publisher.digest(weights.items())
+
+
+@pytest.mark.full
+def test_the_ranks_publish_the_last_sync_of_another_course_together(tmp_path):
+    """It is held back before, because the earlier trainer merged its sync 3 into sync 10."""
+    assert forked.ranks(_end_on_another_course, 2, tmp_path) == [0, 0]
+
+
 def test_a_rank_whose_layout_changed_says_so():
     """Its mirror would no longer be that of the elements it sends."""
     shards = Shards("host")

@@ -345,6 +345,30 @@ def test_a_state_is_of_a_version_though_a_slow_link_merges(url, base):
     again.close()
 
 
+@pytest.mark.parametrize("save", [False, True], ids=["flush", "final state"])
+def test_the_last_sync_of_another_course_is_published(url, base, save):
+    """Though the earlier trainer merged its sync of that number into a later version."""
+    weights = {"w": torch.zeros(4)}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights.items(), 0)
+        publisher.save_state(weights.items(), optimizer)
+        weights["w"] += 1
+        publisher.publish(weights.items(), 10)
+    with Publisher(url, base) as publisher:
+        publisher.restore(weights.items(), optimizer)
+        for step in (1, 2, 3):
+            weights["w"] -= 1
+            publisher.publish(weights.items(), step)
+        assert [sync for _, sync, _ in versions(url)] == [0, 10], "it may still repeat the merged ones"
+        if save:
+            assert publisher.save_state(weights.items(), optimizer, extra={"step": 3}, final=True)
+        assert publisher.flush().digest == publisher.digest(weights.items())
+    assert [sync for _, sync, _ in versions(url)] == [0, 10, 3]
+    with Publisher(url, base) as publisher:
+        assert publisher.restore(weights.items(), optimizer) == ({"step": 3} if save else {})
+
+
 def test_what_holds_back_and_what_does_not():
     replay = RepeatedSyncs({3: "a", 5: "b"})
     assert replay.newest == 3

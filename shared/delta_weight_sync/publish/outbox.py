@@ -230,10 +230,22 @@ class Outbox:
                 " fresh=True to start this run again"
             )
 
-    def flush(self, timeout_s: float = 600.0) -> Manifest:
-        """Wait until every sync is published; returns the newest manifest.
+    def release(self) -> None:
+        """Publish the newest sync if it is held back and no version has its weights. All ranks call this.
 
-        Raises `TimeoutError`, or the error that stopped the publisher.
+        If the earlier trainer merged several syncs into one version, the digests of all but the last are
+        unknown, and these syncs are held back. Only the last shows whether this trainer repeats them. But a
+        trainer that ends or waits before may have taken another course.
+        """
+        with self._changed:
+            if self._held and self.digest not in self.repeated.published.values():
+                self.repeated.published = {}
+                self._held = False
+                self._changed.notify_all()
+
+    def flush(self, timeout_s: float = 600.0) -> Manifest:
+        """Wait until every sync is published, unless it is held back (see `release`). Returns the newest
+        manifest. Raises `TimeoutError`, or the error that stopped the publisher.
         """
         with self._changed:
             idle = self._changed.wait_for(lambda: self._failure or self._idle(), timeout_s)

@@ -405,6 +405,7 @@ class Publisher:
         if final:
             with self._peers.fail_together():
                 self._saver.wait(_TIMEOUT_S)
+            self._outbox.release()
         ready = self._saver.ready(final=final) and (not self._peers.main or self._outbox.pin())
         if not all(self._peers.exchange(ready)):
             return False
@@ -431,6 +432,7 @@ class Publisher:
             DeltaWeightSyncError: The background thread had failed with this error.
         """
         self._require_version()
+        self._outbox.release()
         with self._peers.fail_together():
             newest = self._outbox.flush(timeout_s) if self._peers.main else None
             self._saver.wait(timeout_s)
