@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx
@@ -249,8 +249,9 @@ class Pokes:
 
     def close(self) -> None:
         for pool in self._pools.values():
-            pool.shutdown()
-        self._http.close()
+            pool.shutdown(wait=False)
+        wait(self._last.values(), POKE_TIMEOUT_S)
+        self._http.close()  # ends the pokes of replicas whose answers do not end
 
     def _poke(self, url: str) -> None:
         poke = self._http.stream("POST", f"{url}{POKE_PATH}", headers=spaces.headers(url))

@@ -27,6 +27,7 @@ from delta_weight_sync.credentials import expand, hub_token, is_own, variable
 Kind = Literal["replica", "env"]
 
 MAX_ANSWER = 1 << 20  # bytes
+_READ_S = 10.0  # for the body of an answer
 WAIT_LIMIT_S = 1800.0  # a paid Space takes minutes to wake and to load a model
 NO_VERSION_YET = "waiting for the run's first version"  # a replica's state before the trainer's first upload
 _NOT_SET_UP = "not set up"  # the state of either app if a variable or a secret is missing
@@ -205,11 +206,12 @@ class Clients:
 
 
 def read(answer: httpx.Response) -> bytes:
-    """Read the body of a streamed answer; empty if the body has more than `MAX_ANSWER` bytes."""
+    """Read the body of a streamed answer; empty if it has over `MAX_ANSWER` bytes or takes over `_READ_S`."""
+    deadline = time.monotonic() + _READ_S  # httpx limits only the time between two parts
     body = b""
-    for part in answer.iter_bytes(1 << 16):
+    for part in answer.iter_bytes():  # in parts of a given size, httpx would wait until one is full
         body += part
-        if len(body) > MAX_ANSWER:
+        if len(body) > MAX_ANSWER or time.monotonic() > deadline:
             return b""
     return body
 

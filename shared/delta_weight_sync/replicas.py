@@ -37,7 +37,8 @@ def read_status(url: str, after: int, *, proxies: bool = True) -> bytes:
                 if answer.status_code == httpx.codes.NOT_FOUND and path != _PATHS[-1]:
                     continue
                 body = b""
-                for part in answer.raise_for_status().iter_bytes(1 << 16):
+                # In parts of a given size, httpx would wait until one is full, however long that takes.
+                for part in answer.raise_for_status().iter_bytes():
                     body += part
                     if len(body) > _MAX_BYTES or time.monotonic() > deadline:
                         raise ValueError(f"the status of {url} is too large, or takes too long")

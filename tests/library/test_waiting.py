@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from delta_weight_sync import ConfigError, Run
+from delta_weight_sync import ConfigError, Run, replicas
 from delta_weight_sync.runlog import ReplicaEvent, ReplicaReport
 from tests.cli.command import command
 from tests.support import tls_hosts
-from tests.support.http_server import answering
+from tests.support.http_server import BODY, answering, dripping
 from tests.support.published_run import write_run
 from tests.support.tls_hosts import OWN, STRANGER
 
@@ -62,6 +62,12 @@ def test_what_is_missing_at_each_replica_is_said(run):
         "http://127.0.0.1:1 does not answer",
     ):
         assert part in message
+
+
+def test_a_status_that_drips_is_given_up(run, monkeypatch):
+    monkeypatch.setattr(replicas, "_REQUEST_S", 0.1)
+    with dripping(BODY) as url, pytest.raises(TimeoutError, match="takes too long"):
+        run.wait(1, [url], timeout_s=0)
 
 
 def test_what_is_no_url_is_refused(run):

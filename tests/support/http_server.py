@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import NamedTuple
 
 
@@ -48,3 +49,27 @@ def answering(
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+BODY = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"  # begins a long body
+
+
+@contextmanager
+def dripping(start: bytes) -> Iterator[str]:
+    """The URL of a server whose answers begin like this and then come byte by byte, until the client goes."""
+
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(ConnectionError):
+                self.request.sendall(start)
+                while not ended.wait(0.01):
+                    self.request.sendall(b" ")
+
+    ended = threading.Event()
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=[0.01]).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            ended.set()
+            server.shutdown()

@@ -19,11 +19,11 @@ from delta_weight_sync.runlog import (
 )
 from delta_weight_sync.store import open_bucket
 from tests.support import recorded
-from tests.support.http_server import Request, answering
+from tests.support.http_server import BODY, Request, answering, dripping
 from tests.support.records import WRITER, commit, status
-from tests.support.waiting import soon
+from tests.support.waiting import PATIENCE_S, soon
 from tests.trainer.test_spaces import watch
-from trainer import observe
+from trainer import observe, spaces
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 from trainer.spaces import Fleet
 from trainer.tasks import Turns, wordle
@@ -90,6 +90,32 @@ def test_an_endless_answer_to_a_poke_is_not_read_for_ever():
         with server.accept()[0] as replica, pytest.raises(ConnectionError):
             replica.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(100 << 20))
         sent.close()
+
+
+def test_a_status_that_drips_hides_no_other_replica(tmp_path, monkeypatch):
+    monkeypatch.setattr(observe, "_POLL_S", 0.01)
+    monkeypatch.setattr(spaces, "_READ_S", 0.1)
+    report = ReplicaReport(status=status("r", 3), commits=()).model_dump_json()
+    log = RunLogWriter(open_bucket(tmp_path.as_uri(), create=True), "run", WRITER)
+    with dripping(BODY) as slow, answering(lambda _: (200, {}, report.encode())) as well:
+        watch = ReplicaWatch(Fleet([slow, well]), log)
+        soon(lambda: len(watch._last) == 2)
+        assert [event.state for event in watch._last.values()] == ["unreachable", "serving"]
+        watch.close()
+
+
+@pytest.mark.parametrize("start", [BODY, b"HTTP/1.1 200 OK\r\nX: "], ids=["body", "headers"])
+def test_an_answer_to_a_poke_that_drips_does_not_keep_the_trainer_from_ending(start, monkeypatch):
+    monkeypatch.setattr(observe, "POKE_TIMEOUT_S", 0.1)
+    with dripping(start) as url:
+        sent = Pokes(Fleet([url]))
+        sent.send()
+        closing = threading.Thread(target=sent.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+        (poke,) = sent._last.values()
+        soon(poke.done, "its thread ends, too, or the interpreter would wait for it")
 
 
 def test_a_replica_that_tells_its_name_is_no_longer_logged_under_its_url(tmp_path, monkeypatch):
