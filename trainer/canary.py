@@ -29,6 +29,7 @@ from delta_weight_sync.reader import RunReader, open_run
 from delta_weight_sync.vllm import MODEL_NAME
 from trainer import spaces
 from trainer.samples import made_by
+from trainer.spaces import SpacesUnavailableError
 
 LIMIT = 1.0  # nats; an alarm above it. Three times the difference that bf16 makes for SmolLM2-135M
 TOKENS = 48  # of a prompt
@@ -38,6 +39,7 @@ PROMPTS = (
     "def add(a, b):\n    return a + b\n\nprint(add(2, 3))",
     "In 1969 two astronauts walked on the Moon while a third stayed in orbit.",
 )
+_FAILURES = (DeltaWeightSyncError, SpacesUnavailableError, OSError, httpx.HTTPError, ValueError, KeyError)
 Logprobs = torch.Tensor  # float32 [prompts, tokens - 1]: of each token but the first
 
 
@@ -110,23 +112,33 @@ def main() -> None:
     parser.add_argument("replicas", nargs="+", help="URLs of replicas")
     parser.add_argument("--every", type=float, default=0.0, help="seconds between rounds; 0 for one round")
     options = parser.parse_args()
-    reader = open_run(options.run)
+    try:
+        watch(options.run, options.replicas, options.every)
+    except DeltaWeightSyncError as error:
+        sys.exit(f"canary: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def watch(run: str, replicas: list[str], every_s: float) -> None:
+    """Compare the replicas every `every_s` seconds; if that is 0, end after one round with its exit code."""
+    reader = open_run(run)
     with tempfile.TemporaryDirectory() as folder, CheckpointFolder(reader, Path(folder)) as kept:
         while True:
             failed = False
-            for url in options.replicas:
+            for url in replicas:
                 try:
                     version, off = compare(reader, kept, url)
                     verdict = f"logprobs are off by {off:.2g} at version {version}"
                     verdict += ": heal or restart it" if off > LIMIT else ", as bf16 makes it"
                     failed |= off > LIMIT
-                except (DeltaWeightSyncError, OSError, httpx.HTTPError, ValueError, KeyError) as error:
+                except _FAILURES as error:
                     verdict = f"cannot be compared: {error}"
                     failed = True
                 print(f"{url}: {verdict}", flush=True)
-            if not options.every:
+            if not every_s:
                 sys.exit(failed)
-            time.sleep(options.every)
+            time.sleep(every_s)
 
 
 if __name__ == "__main__":

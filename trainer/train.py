@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import yaml
 from transformers import AutoTokenizer
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -57,8 +58,7 @@ def main() -> None:
     # 5 ms, each of that thread's many short calls could wait for 5 ms.
     sys.setswitchinterval(0.0005)
     try:
-        with readable_config(sys.argv[1:]) as arguments:
-            settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config(arguments)
+        settings, config = parse(sys.argv[1:])
         if settings.job:
             print(job_command(settings, sys.argv[1:]))
             return
@@ -77,6 +77,25 @@ def main() -> None:
     except KeyboardInterrupt as interrupt:  # `Stop` puts the signal's number into it
         print("trainer: stopped; the same command resumes from what is in the bucket", flush=True)
         sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
+
+
+def parse(arguments: list[str]) -> tuple[Settings, AsyncGRPOConfig]:
+    """The settings in command line and configuration. Raises `ConfigError` if they cannot be used."""
+    parser = TrlParser((Settings, AsyncGRPOConfig))
+    try:
+        with readable_config(arguments) as readable:
+            settings, config, rest = parser.parse_args_and_config(readable, return_remaining_strings=True)
+    except (OSError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"--config: {problem}: name a YAML file, or its URL in a bucket") from error
+    except ValueError as error:
+        if "use_cpu" in str(error) and not torch.cuda.is_available():
+            raise ConfigError("this machine has no GPU: use one that has, or add --use_cpu true") from error
+        raise ConfigError(" ".join(str(error).split())) from error
+    if rest:
+        unknown = ", ".join(word for word in rest if word.startswith("--")) or rest[0]
+        raise ConfigError(f"unknown option {unknown} (also in a --config): correct it, see --help")
+    return settings, config
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO
 from unittest import mock
 
@@ -45,9 +44,8 @@ def live(folder: Path, bucket: str, steps: int, die=nothing, every: int = 1, **o
     rates = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "weight_decay": 0.1}
     sizes = {"max_steps": steps, "weight_sync_steps": every, "per_device_train_batch_size": BATCH}
     settings = cpu_config(folder / "trl", **rates, **sizes, max_staleness=1000)
-    parser = SimpleNamespace(parse_args_and_config=lambda _: (script, settings))
     with (
-        mock.patch.object(train, "TrlParser", return_value=parser),
+        mock.patch.object(train, "parse", return_value=(script, settings)),
         mock.patch.object(rollouts, "make_worker", lambda *given: Recorded(steps, given[-1])),
         mock.patch.object(Publisher, "publish", one_by_one(Publisher.publish)),
         mock.patch.object(FileBucket, "put", _around(FileBucket.put, die)),
@@ -166,9 +164,7 @@ def wait_in_vain(folder: Path, lives: int) -> None:
     """
     places = {"model": str(folder / "base"), "bucket": (folder / "bucket").as_uri()}
     script = Settings(**places, run="run", replicas=["http://127.0.0.1:1"], task="brevity")
-    parser = SimpleNamespace(
-        parse_args_and_config=lambda _: (script, cpu_config(folder / "trl", max_steps=5))
-    )
+    config = cpu_config(folder / "trl", max_steps=5)
     begin = resume.SaveState.on_train_begin
 
     def begin_and_say(states: resume.SaveState, *trained: Any, **others: Any) -> None:
@@ -179,7 +175,7 @@ def wait_in_vain(folder: Path, lives: int) -> None:
         if (life := os.fork()) == 0:
             tiny.build(folder / "base", tie=True, seed=0)
             with (
-                mock.patch.object(train, "TrlParser", return_value=parser),
+                mock.patch.object(train, "parse", return_value=(script, config)),
                 mock.patch.object(train.Spaces, "wait"),
                 mock.patch.object(resume.SaveState, "on_train_begin", begin_and_say),
             ):

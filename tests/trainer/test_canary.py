@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -94,11 +95,24 @@ def test_the_command_names_each_replica_that_is_off_or_cannot_be_compared(
 ):
     reader, folders = published
     replica.serve(2, folders[1])
-    words = [f"{reader.bucket.url}#test", "http://127.0.0.1:9", replica.url]
+    words = [f"{reader.bucket.url}#test", "http://127.0.0.1:9", "127.0.0.1:9", replica.url]
     monkeypatch.setattr(sys, "argv", ["canary", *words])
     with pytest.raises(SystemExit) as ended:
         canary.main()
     assert ended.value.code == 1
-    gone, off = capsys.readouterr().out.splitlines()
+    gone, no_url, off = capsys.readouterr().out.splitlines()
     assert "cannot be compared" in gone
+    assert "'127.0.0.1:9' is not the URL of a Space" in no_url
     assert "at version 2: heal or restart it" in off
+
+
+def test_ctrl_c_and_a_wrong_bucket_end_the_command_without_a_traceback(published, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["canary", "nowhere#first", "http://127.0.0.1:9"])
+    with pytest.raises(SystemExit, match=r"^canary: .*nowhere"):
+        canary.main()
+    monkeypatch.setattr(canary, "compare", mock.Mock(side_effect=KeyboardInterrupt))
+    run = f"{published[0].bucket.url}#test"
+    monkeypatch.setattr(sys, "argv", ["canary", run, "http://127.0.0.1:9", "--every", "60"])
+    with pytest.raises(SystemExit) as ended:
+        canary.main()
+    assert ended.value.code == 130

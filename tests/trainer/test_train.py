@@ -52,6 +52,27 @@ def test_a_setting_out_of_range_is_refused_with_the_values_allowed(option, least
         Settings(model="m", bucket="file:///b", run="r", replicas=[], **{option: least - 1})
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--config nofile.yaml", r"--config: .*nofile\.yaml': name a YAML file"),
+        (f"--config {__file__}", "--config: .*test_train.py.*: name a YAML file"),
+        ("--minuts 3 --use_cpu true", "unknown option --minuts .*: correct it"),
+        ("--config {}/wrong.yaml --use_cpu true", "unknown option --minuts .*: correct it"),
+        ("--bf16 true", "this machine has no GPU: .* add --use_cpu true"),
+    ],
+    ids=["no file", "no YAML", "no such option", "no such key", "no GPU"],
+)
+def test_a_mistake_in_the_command_is_answered_with_one_sentence(words, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "wrong.yaml").write_text("minuts: 3\n")
+    places = f"--model m --bucket {tmp_path.as_uri()} --run r --replicas http://r --output_dir {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["train", *places.split(), *words.format(tmp_path).split()])
+    with pytest.raises(SystemExit, match=rf"^trainer: {sentence}.*$") as ended:
+        main()
+    assert "\n" not in str(ended.value)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("script")
