@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import queue
 import random
+import re
 import signal
 import sys
 import threading
@@ -54,6 +55,8 @@ _REST_S = 2.0  # seconds in which a replica that failed gets no request
 _CONNECT_S = 20.0
 _START_S = 300.0  # for the imports of the process, and the task's first environment
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
+# How vLLM, or a replica Space in front of it, refuses a prompt that leaves no room for an answer.
+_FULL = re.compile("maximum context length|max_tokens must be at least 1|The body is too large")
 _EMPTY = {"role": "user", "content": ""}  # where an environment gives the prompt
 
 
@@ -259,7 +262,8 @@ class ReplicaRolloutLoop:
         while True:
             messages = conversation.prompt + conversation.completion
             prompt = self.tokenizer.apply_chat_template(messages, **options)
-            ids = await self._ask(conversation, prompt)
+            if (ids := await self._ask(conversation, prompt)) is None:
+                return False
             said = parse_response(self.tokenizer, ids, prefix=prompt, tools=self._schemas)
             conversation.completion.append(said)
             if (calls := said.get("tool_calls")) is None:
@@ -268,6 +272,8 @@ class ReplicaRolloutLoop:
                 return True
             for call in calls:
                 conversation.completion.append(await self._use_tool(conversation, tools, call["function"]))
+            if getattr(environment, "done", False):
+                return False
 
     async def _use_tool(
         self, conversation: Conversation, tools: dict[str, Callable[..., Any]], call: dict[str, Any]
@@ -368,8 +374,8 @@ class ReplicaRolloutLoop:
                 except queue.Full:
                     await asyncio.sleep(0.1)
 
-    async def _ask(self, conversation: Conversation, prompt: list[int]) -> list[int]:
-        """Let a replica write the next turn; return its tokens."""
+    async def _ask(self, conversation: Conversation, prompt: list[int]) -> list[int] | None:
+        """Let a replica write the next turn; return its tokens, or None if they do not fit its context."""
         deadline = time.monotonic() + spaces.WAIT_LIMIT_S
         # A seed, because vLLM's engines would otherwise draw the same numbers, and so write the same text.
         payload = self._config["request"] | {"prompt": prompt, "seed": random.getrandbits(63)}
@@ -390,6 +396,9 @@ class ReplicaRolloutLoop:
                 return ids
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
+                if conversation.turns and status in (400, 413) and _FULL.search(str(error)):
+                    conversation.cut_off = True
+                    return None
                 # Most statuses from 400 to 499 are final. Otherwise, try again: the replica may be waking up.
                 retried = status in (408, 425, 429) or spaces.is_ended_job(url, status)
                 if 400 <= status < 500 and not retried:

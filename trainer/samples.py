@@ -99,7 +99,7 @@ class Conversation:
         self.turns = 0
         self.oldest = sys.maxsize  # the oldest sync whose weights generated a token
         self.replica = ""  # the replica that got the last request
-        self.cut_off = False  # whether the limit of tokens ended the last answer
+        self.cut_off = False  # whether the limit of tokens or the context ended the last answer
         self.calls = 0  # of tools
         self.failures = 0
         self.reward: float | None = None  # the environment's

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import aiohttp
 import pytest
+from starlette.exceptions import HTTPException
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
@@ -201,6 +202,78 @@ def test_a_group_is_scored_without_the_games_that_have_no_reward():
         assert sample.prompt[-1]["content"] == "Play Wordle. Begin."
         assert sample.completion[1]["content"] == "{'error': 'crane is no word'}"
         assert sample.metrics["tools/failure_frequency"] == 1.0
+
+
+def play_guesses(guesses: int, refusal: str, status: int, game: type[Game] = Game) -> tuple[Any, list[dict]]:
+    """The first sample and all metrics of a policy that only guesses. Its replica refuses later requests."""
+    ids = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER)).call("crane")
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
+    asked = itertools.count()
+
+    def answer(_: Request) -> tuple[int, dict[str, str], bytes]:
+        if next(asked) < guesses:
+            return 200, {"content-type": "application/json"}, json.dumps({"choices": [choice]}).encode()
+        return status, {}, json.dumps({"error": {"message": refusal}}).encode()
+
+    samples: queue.Queue[Any] = queue.Queue()
+    with answering(answer) as url:
+        loop = rollout_loop(url, 1, samples, game)
+        with pytest.raises(RolloutError, match="refused a rollout's request"):  # of the next conversation
+            asyncio.run(play(loop, lambda: False))
+    (sample,) = [samples.get_nowait() for _ in range(samples.qsize())]
+    return sample, [loop._metrics.get_nowait() for _ in range(loop._metrics.qsize())]
+
+
+class Ending(Game):
+    def reset(self, **row):
+        self.guesses = 0
+
+    def guess(self, word: str) -> str:
+        """Guess a word.
+
+        Args:
+            word: A five-letter word.
+        """
+        self.guesses += 1
+        return "go on"
+
+    @property
+    def done(self) -> bool:
+        return self.guesses == 2
+
+
+def test_a_conversation_ends_with_its_environment():
+    sample, _ = play_guesses(2, "no more", 400, Ending)
+    assert [said["role"] for said in sample.completion] == ["assistant", "tool"] * 2
+
+
+TOO_LONG = "This model's maximum context length is 4 tokens. However, your prompt contains"
+NO_ROOM = "max_tokens must be at least 1, got 0."
+
+
+@pytest.mark.parametrize(("refusal", "status"), [(TOO_LONG, 400), (NO_ROOM, 400), ("", 413)])
+def test_a_conversation_that_outgrows_the_context_is_cut_off_and_scored(refusal, status):
+    if not refusal:
+        with pytest.raises(HTTPException) as too_large:
+            Completions(lambda: 4, batch=1).count(bytes(1 << 20))
+        refusal = too_large.value.detail
+    sample, metrics = play_guesses(1, refusal, status)
+    assert [said["role"] for said in sample.completion] == ["assistant", "tool"]
+    assert sample.metrics["reward"] == 1.0
+    assert any(found.get("completions/clipped_ratio") == (True, 1) for found in metrics)
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_vllm_still_refuses_what_is_too_long_with_these_words():
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers.params import TokenizeParams
+
+    with pytest.raises(VLLMValidationError, match=TOO_LONG):
+        TokenizeParams(max_total_tokens=4, max_output_tokens=1)._token_len_check(None, [0] * 5)
+    with pytest.raises(VLLMValidationError, match=NO_ROOM):
+        SamplingParams(max_tokens=0)
 
 
 def test_prompts_that_were_trained_on_are_not_played_again():

@@ -30,6 +30,7 @@ def no_rates(turns: Turns) -> Mapping[str, tuple[int, int]]:
 class Task:
     """Prompts, and the functions or the environment that reward answers to them.
 
+    A conversation also ends when the environment's attribute `done`, if there is one, becomes true.
     The log of the run gets each of the task's `rates`, over all conversations since the last step.
     """
 
