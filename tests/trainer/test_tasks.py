@@ -14,7 +14,9 @@ import httpx
 import pytest
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from env_space import app
 from env_space.app import create_app
+from env_space.sessions import Sessions
 from env_space.settings import Settings
 from tests.support import tiny_policy as tiny
 from tests.support.http_server import Request, answering
@@ -123,6 +125,22 @@ def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path
         assert reward(env) is None, "not scored, rather than scored wrongly"
         env.reset(seed=2)
         assert guess(env, words[0])
+
+
+def test_a_game_that_expired_before_its_first_turn_is_not_scored(monkeypatch):
+    """A refused guess takes no turn, so the next request opens the session again."""
+    clock = [0.0]
+    monkeypatch.setattr(app, "Sessions", partial(Sessions, clock=lambda: clock[0]))
+    with serving(create_app(Settings(answers=128, session_ttl_s=600))) as url:
+        for play in (lambda env: guess(env, "crane"), reward):
+            env = WordleEnv(url)
+            env.reset(seed=1)
+            with pytest.raises(ValueError, match="refused"):
+                guess(env, 12345)
+            clock[0] += 601
+            with pytest.raises(GameLostError) if play is not reward else contextlib.nullcontext():
+                play(env)
+            assert reward(env) is None
 
 
 GAME = {"done": False, "solved": False, "observation": "c1-", "reward": 0.5}

@@ -75,10 +75,9 @@ class WordleEnv:
         """
         if self.done:
             raise ValueError("the game is over")
-        if self._turn == 0:
-            await self._call("POST", "/sessions", self._opening)
         body = {"word": word, "turn": self._turn + 1}
         try:
+            await self._open()
             played = _played(await self._call("POST", f"/sessions/{self._session}/guess", body))
         except GameLostError:
             self.done = True
@@ -93,13 +92,17 @@ class WordleEnv:
     async def get_reward(self) -> float | None:
         """The game's reward, or None after a `GameLostError`. TRL does not score a game without a reward."""
         if not self.done:  # the policy stopped calling the tool
-            if self._turn == 0:
-                await self._call("POST", "/sessions", self._opening)
             self._reward = None
             self.done = True
             with contextlib.suppress(GameLostError):
+                await self._open()
                 self._reward = _played(await self._call("DELETE", f"/sessions/{self._session}", None)).reward
         return self._reward
+
+    async def _open(self) -> None:
+        """Open the session, if no turn was played yet. A repetition has no second effect."""
+        if self._turn == 0:
+            await self._call("POST", "/sessions", self._opening)
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         # A redirect would carry the key to another host.
@@ -134,7 +137,10 @@ class WordleEnv:
         if not detail:  # the Wordle Space always sends a detail
             fix = "check --env_url; for a private Space, set SPACE_HF_TOKEN and add the URL to SPACES"
             raise ValueError(f"{url} answered {status} and is not the Wordle Space: {fix}")
-        raise GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")
+        # 409 to an opening: the session was opened before and has ended, as after a long pause.
+        if status == 404 or (status == 409 and path == "/sessions"):
+            raise GameLostError(detail)
+        raise ValueError(f"{url} refused: {detail}")
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
