@@ -17,7 +17,7 @@ def _option(help_text: str, default: Any = MISSING) -> Any:
 class Settings:
     """Command line options and keys of a configuration file; see `trainer/configs/`."""
 
-    replicas: list[str] = field(metadata={"help": "URLs of the vLLM replicas, or files that list them."})
+    replicas: list[str] = field(metadata={"help": "URLs of replicas (inference_space), or files of them."})
     model: str = _option("Base policy: a Hub id or the folder of a checkpoint.")
     bucket: str = _option("The bucket: hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>")
     run: str = _option("Name of the run. Its objects are stored below runs/<run>/ in the bucket.")

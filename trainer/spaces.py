@@ -23,6 +23,7 @@ import aiohttp
 import httpx
 
 from delta_weight_sync.credentials import expand, hub_token, is_own, variable
+from delta_weight_sync.runlog import ReplicaReport
 
 Kind = Literal["replica", "env"]
 
@@ -258,10 +259,24 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
         return Answer(f"not up ({status})")
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
+        if kind == "replica" and _is_vllm(url):
+            problem = f"{url} is a vLLM with the plugin, or `delta-weight-sync serve`"
+            fix = "start `python -m inference_space.app` in its place, or train with BucketWeightTransfer"
+            raise SpacesUnavailableError(f"{problem}, which trainer.train cannot use: {fix}")
         fix = f"give the Space's own URL with {_OPTION[kind]}, such as https://<owner>-<name>.hf.space"
         problem = f"{url} answers {status}, so it is not the {kind}"
         raise SpacesUnavailableError(f"{problem}: {fix}; if it is private, {_READABLE}")
     return Answer(f"not up yet ({status})")
+
+
+def _is_vllm(url: str) -> bool:
+    """Whether a follower answers here that is no replica of `inference_space`."""
+    try:
+        answer = request(url, "GET", "/delta_weight_sync/status")
+        ReplicaReport.model_validate_json(answer.content)
+    except (httpx.TransportError, ValueError):
+        return False
+    return True
 
 
 def headers(url: str, kind: Kind = "replica") -> dict[str, str]:

@@ -10,10 +10,11 @@ import aiohttp
 import httpx
 import pytest
 
-from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.runlog import ReplicaReport, RunLogWriter
 from delta_weight_sync.store import open_bucket
+from tests.support.http_server import Request
 from tests.support.http_server import answering as serving
-from tests.support.records import WRITER
+from tests.support.records import WRITER, status
 from tests.support.tls_hosts import OWN, STRANGER, Hosts, answering
 from trainer import observe, spaces
 from trainer.observe import ReplicaWatch
@@ -239,6 +240,19 @@ def test_a_server_that_is_no_space_is_reported(status, message):
             asyncio.run(env.get_reward())
         with pytest.raises(SpacesUnavailableError, match=f"answers {status}, so it is not the replica"):
             Spaces(Fleet([url])).wake()
+
+
+def test_a_vllm_with_the_plugin_is_refused_with_what_works_instead():
+    report = ReplicaReport(status=status("r", 3), commits=()).model_dump_json().encode()
+
+    def vllm(request: Request) -> tuple[int, dict[str, str], bytes]:
+        if request.path == "/delta_weight_sync/status":
+            return 200, {}, report
+        return 404, {"content-type": "application/json"}, b'{"detail":"Not Found"}'
+
+    sentence = "is a vLLM with the plugin.*start `python -m inference_space.app` .*BucketWeightTransfer"
+    with serving(vllm) as url, pytest.raises(SpacesUnavailableError, match=sentence):
+        Spaces(Fleet([url])).wake()
 
 
 def test_a_job_s_url_without_a_listener_is_down_and_not_wrong(tmp_path):
