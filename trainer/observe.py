@@ -25,7 +25,6 @@ from delta_weight_sync.runlog import (
 from delta_weight_sync.util import Guard
 from trainer import spaces
 from trainer.spaces import Fleet
-from trainer.tasks import Rates, Turns
 
 POKE_PATH = "/delta_weight_sync/poke"
 POKE_TIMEOUT_S = 5.0
@@ -36,21 +35,20 @@ _log = logging.getLogger(__name__)
 
 
 class StepRecorder(TrainerCallback):
-    """Writes TRL's metrics and the task's rates to the log, and every few seconds a group of rollouts.
+    """Writes TRL's metrics and the environments' rates to the log, and every few seconds a group of rollouts.
 
     Before step 1, groups are logged as step 0, so that the dashboard shows rollouts early. A recorder takes
     the place of TRL's queue of samples, so the recorder sees all samples.
     """
 
-    def __init__(self, log: RunLogWriter, samples: Any, rates: Rates) -> None:
+    def __init__(self, log: RunLogWriter, samples: Any) -> None:
         self._log = log
         self._samples = samples
-        self._rates = rates
         self._current: list[Any] = []  # the group that is arriving
         self._complete: list[Any] = []  # the newest complete group; empty once it is in the log
         self._group_due = 0.0
         self._taken = 0  # samples since the last logged step
-        self._counts: dict[str, tuple[int, int]] = {}  # of these samples, by the name of the task's rate
+        self._counts: dict[str, tuple[int, int]] = {}  # of these samples' rates, by name
         self._guard = Guard("the record of a step")
         self._before_first = False  # whether no step of this run is in the log yet
 
@@ -71,7 +69,7 @@ class StepRecorder(TrainerCallback):
                 self._append(0, {"sample/taken": float(self._taken)})
         self._current.append(sample)
         self._taken += 1
-        for name, (count, total) in self._rates(_turns(sample.completion)).items():
+        for name, (count, total) in getattr(sample, "rates", {}).items():  # TRL's samples have none
             earlier_count, earlier_total = self._counts.get(name, (0, 0))
             self._counts[name] = earlier_count + count, earlier_total + total
 
@@ -114,7 +112,7 @@ class StepRecorder(TrainerCallback):
         self._log.append(event)
 
 
-def _turns(completion: Sequence[dict[str, Any]]) -> Turns:
+def _turns(completion: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
     """Return a conversation as the log shows it."""
     turns: list[tuple[str, str]] = []
     for message in completion:

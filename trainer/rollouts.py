@@ -245,6 +245,7 @@ class ReplicaRolloutLoop:
         if self._judge:
             conversation.reward = await _call(environment.get_reward)
         if environment is not None:
+            conversation.rates = dict(getattr(environment, "rates", {}))
             self._idle.append(environment)
         self._measure(conversation, time.monotonic() - started, cut)
         group.conversations.append(conversation)
@@ -287,6 +288,8 @@ class ReplicaRolloutLoop:
             if name not in tools:
                 raise LookupError(f"unknown tool {name}")
             found = await _call(tools[name], **call.get("arguments", {}))
+        except ConfigError:  # of the environment, whatever the policy calls
+            raise
         except Exception as error:  # noqa: BLE001 - the policy's call may be anything
             conversation.failures += 1
             found = {"error": str(error)}
@@ -354,6 +357,7 @@ class ReplicaRolloutLoop:
                     group_id=group.number,
                     metrics=metrics,
                     token_syncs=np.array(row.syncs, np.int64),
+                    rates=conversation.rates if row is conversation.rows[-1] else {},
                 )
                 for row in conversation.rows
                 if any(row.mask)

@@ -21,6 +21,7 @@ class TracedSample:
     All arrays have the shape [tokens]: `input_ids` and `completion_mask` (1 for tokens to train on) are
     int64, `old_log_probs` float32, and `token_syncs` (the sync whose weights generated the token, or
     `UNKNOWN`) int64. `model_version` is the oldest sync whose weights generated a token of the conversation.
+    `rates` are the environment's counts (see `trainer.tasks.Task`), in one sample of each conversation.
     """
 
     prompt: Messages
@@ -33,6 +34,7 @@ class TracedSample:
     group_id: int
     metrics: dict[str, float]
     token_syncs: TokenSyncs
+    rates: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     enqueued_at: float | None = None
 
 
@@ -103,6 +105,7 @@ class Conversation:
         self.calls = 0  # of tools
         self.failures = 0
         self.reward: float | None = None  # the environment's
+        self.rates: dict[str, tuple[int, int]] = {}  # the environment's
         self._forks_at = forks_at
 
     def add_turn(

@@ -254,7 +254,7 @@ def make_trainer(
     if settings.exact_old_policy:
         exact.enable(trainer, publisher)
     if publisher.log:
-        trainer.rollout_queue = recorder = StepRecorder(publisher.log, trainer.rollout_queue, task.rates)
+        trainer.rollout_queue = recorder = StepRecorder(publisher.log, trainer.rollout_queue)
         trainer.add_callback(recorder)
     return trainer
 

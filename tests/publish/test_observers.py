@@ -28,7 +28,6 @@ from tests.support.real_run import Drifting
 from tests.support.waiting import PATIENCE_S, soon
 from trainer import observe
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
-from trainer.tasks import no_rates
 
 VERSIONS = 100
 FAULT = "the observer is broken"
@@ -335,8 +334,8 @@ def test_the_trainers_own_observers_fail_alone(
     monkeypatch.setattr(observe, "_POLL_S", 0.001)
     fleet: Any = BrokenFleet()
     log: Any = SimpleNamespace(append=fails)
-    sample = SimpleNamespace(group_id=1, completion=None)
-    recorder = StepRecorder(log, SimpleNamespace(get=lambda: sample), no_rates)
+    sample = SimpleNamespace(group_id=1, rates=None)
+    recorder = StepRecorder(log, SimpleNamespace(get=lambda: sample))
     with caplog.at_level(logging.WARNING):
         pokes = Pokes(fleet)
         watch = ReplicaWatch(fleet, log)

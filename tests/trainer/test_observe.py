@@ -3,11 +3,11 @@
 import queue
 import socket
 import threading
-from dataclasses import replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from delta_weight_sync.runlog import (
     CommitEvent,
@@ -25,8 +25,8 @@ from tests.support.waiting import PATIENCE_S, soon
 from tests.trainer.test_spaces import watch
 from trainer import observe, spaces
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
+from trainer.samples import TracedSample
 from trainer.spaces import Fleet
-from trainer.tasks import Turns, wordle
 
 KEY = "the-key-of-this-deployment"
 CRANE = "c1-r2?a3+n4-e5-"
@@ -160,26 +160,33 @@ def test_two_replicas_of_one_name_are_recorded_apart(tmp_path, monkeypatch, capl
     assert f"{second} is recorded as '{apart}': set its REPLICA_NAME" in said
 
 
-def sample(group: int, reward: float, *turns: tuple[str, str]) -> RolloutSample:
+def sample(
+    group: int, reward: float, *turns: tuple[str, str], rates: dict[str, tuple[int, int]]
+) -> TracedSample:
     messages: list[dict] = []
     for word, answer in turns:
         call = {"type": "function", "function": {"name": "guess", "arguments": {"word": word}}}
         messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
         messages += [{"role": "tool", "name": "guess", "content": answer}]
     prompt = [{"role": "user", "content": "Play <b>Wordle</b>."}]
-    said = {"prompt": prompt, "completion": messages, "metrics": {"reward": reward}}
-    return replace(recorded.sample(group), model_version=3, **said)
+    said = {"prompt": prompt, "completion": messages, "metrics": {"reward": reward}, "rates": rates}
+    made = asdict(recorded.sample(group)) | {"model_version": 3, "token_syncs": np.array([3])}
+    return TracedSample(**made | said)
+
+
+def played(solved: int, invalid: int, guesses: int) -> dict[str, tuple[int, int]]:
+    return {"games/solve_rate": (solved, 1), "games/invalid_rate": (invalid, guesses)}
 
 
 @pytest.mark.parametrize("done", [0, 6])
 def test_a_group_and_its_rates_reach_the_log_of_a_new_run_before_its_first_step(tmp_path, done):
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
-    samples: queue.Queue[RolloutSample] = queue.Queue()
-    samples.put(sample(1, 1.5, ("crane", CRANE), ("plumb", PLUMB)))
-    samples.put(sample(1, 0.2, ("zzzzz", "zzzzz: not a word"), ("crane", CRANE)))
-    samples.put(sample(2, 0.4, ("crane", CRANE)))
+    samples: queue.Queue[TracedSample] = queue.Queue()
+    samples.put(sample(1, 1.5, ("crane", CRANE), ("plumb", PLUMB), rates=played(1, 0, 2)))
+    samples.put(sample(1, 0.2, ("zzzzz", "not a word"), ("crane", CRANE), rates=played(0, 1, 2)))
+    samples.put(sample(2, 0.4, ("crane", CRANE), rates=played(0, 0, 1)))
     log = RunLogWriter(bucket, "wordle", WRITER)
-    recorder = StepRecorder(log, samples, wordle.rates)
+    recorder = StepRecorder(log, samples)
     recorder.on_train_begin(None, SimpleNamespace(global_step=done), None)
     assert [recorder.get(timeout=60).group_id for _ in range(3)] == [1, 1, 2]
     assert recorder.qsize() == 0, "everything else is the queue's"
@@ -197,18 +204,15 @@ def test_a_group_and_its_rates_reach_the_log_of_a_new_run_before_its_first_step(
 
 
 def test_the_rates_of_a_step_are_those_of_its_own_conversations(tmp_path):
-    """A task counts what it likes; a rate of nothing is left out."""
-
-    def rates(turns: Turns) -> dict[str, tuple[int, int]]:
-        return {"chats/asked_twice": (len(turns) == 2, 1), "chats/never": (0, 0)}
-
+    """An environment counts what it likes; a rate of nothing is left out."""
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
-    samples: queue.Queue[RolloutSample] = queue.Queue()
+    samples: queue.Queue[TracedSample] = queue.Queue()
     log = RunLogWriter(bucket, "chats", WRITER)
-    recorder = StepRecorder(log, samples, rates)
-    for step, lengths in enumerate([(1, 2), (2, 2)], 1):
-        for length in lengths:
-            samples.put(sample(step, 1.0, *[("why", "because")] * length))
+    recorder = StepRecorder(log, samples)
+    for step, counts in enumerate([(0, 1), (1, 1)], 1):
+        for count in counts:
+            rates = {"chats/asked_twice": (count, 1), "chats/never": (0, 0)}
+            samples.put(sample(step, 1.0, ("why", "because"), rates=rates))
             recorder.get(timeout=60)
         recorder.on_log(None, SimpleNamespace(global_step=step), None, {"reward": 1.0})
     log.close()

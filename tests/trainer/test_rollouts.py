@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 import trainer.policies
-from delta_weight_sync import RolloutError
+from delta_weight_sync import ConfigError, RolloutError
 from delta_weight_sync.trl.trainer import Progress, TrainedGroups
 from inference_space.completions import Completions
 from tests.support.http_server import Request, answering
@@ -204,14 +204,16 @@ def test_a_group_is_scored_without_the_games_that_have_no_reward():
         assert sample.metrics["tools/failure_frequency"] == 1.0
 
 
-def play_guesses(guesses: int, refusal: str, status: int, game: type[Game] = Game) -> tuple[Any, list[dict]]:
+def play_guesses(
+    turns: int, refusal: str, status: int, game: type[Game] = Game, calls: int = 1
+) -> tuple[Any, list[dict]]:
     """The first sample and all metrics of a policy that only guesses. Its replica refuses later requests."""
-    ids = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER)).call("crane")
+    ids = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER)).call("crane") * calls
     choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
     asked = itertools.count()
 
     def answer(_: Request) -> tuple[int, dict[str, str], bytes]:
-        if next(asked) < guesses:
+        if next(asked) < turns:
             return 200, {"content-type": "application/json"}, json.dumps({"choices": [choice]}).encode()
         return status, {}, json.dumps({"error": {"message": refusal}}).encode()
 
@@ -245,6 +247,34 @@ class Ending(Game):
 def test_a_conversation_ends_with_its_environment():
     sample, _ = play_guesses(2, "no more", 400, Ending)
     assert [said["role"] for said in sample.completion] == ["assistant", "tool"] * 2
+
+
+class Counted(Ending):
+    @property
+    def rates(self) -> dict[str, tuple[int, int]]:
+        return {"guesses": (self.guesses, 1)}
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2])
+def test_the_environment_counts_each_call_also_several_of_one_turn(at_a_time):
+    sample, _ = play_guesses(2 // at_a_time, "no more", 400, Counted, at_a_time)
+    assert len(sample.completion) == 2 // at_a_time + 2
+    assert sample.rates == {"guesses": (2, 1)}
+
+
+class Misconfigured(Game):
+    def guess(self, word: str) -> str:
+        """Guess a word.
+
+        Args:
+            word: A five-letter word.
+        """
+        raise ConfigError("set another length")
+
+
+def test_a_wrong_setting_of_an_environment_is_no_answer_to_the_policy():
+    with pytest.raises(ConfigError, match="set another length"):
+        samples_of([[named(5), named(5)]], game=Misconfigured)
 
 
 TOO_LONG = "This model's maximum context length is 4 tokens. However, your prompt contains"

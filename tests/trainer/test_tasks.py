@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from string import ascii_lowercase
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from delta_weight_sync import ConfigError
 from env_space import app
 from env_space.app import create_app
 from env_space.sessions import Sessions
@@ -91,6 +93,44 @@ def test_a_solved_game_pays_and_is_over_and_giving_up_costs(url, words):
     env.reset(seed=3)
     guess(env, "zzzzz")
     assert reward(env) < 0
+
+
+def test_every_guess_is_counted_but_not_those_of_a_lost_game(words):
+    with serving(create_app(Settings(answers=128))) as url:
+        env = WordleEnv(url)
+        env.reset(seed=3)
+        assert env.rates == {}
+        guess(env, "zzzzz")
+        secret = solve(env, words)
+        assert env.rates == {"games/solve_rate": (bool(secret), 1), "games/invalid_rate": (1, env._turn)}
+        env.reset(seed=3)
+        guess(env, secret)
+        assert reward(env)
+        assert env.rates == {"games/solve_rate": (True, 1), "games/invalid_rate": (0, 1)}
+        env.reset(seed=4)
+        guess(env, "zzzzz")
+    with serving(create_app(Settings(answers=128))) as url:  # it has lost its games
+        env._entry = url
+        assert reward(env) is None
+        assert env.rates == {}
+
+
+@pytest.fixture
+def six_letters() -> Iterator[str]:
+    with serving(create_app(Settings(answers=128, length=6))) as url:
+        yield url
+
+
+def test_words_of_another_length_than_the_prompt_says_end_the_run(six_letters):
+    places = {"model": "m", "bucket": "file:///b", "run": "first", "replicas": ["http://x"]}
+    sentence = "has words of 6 letters, but the prompt says 5: write one with --prompt"
+    for prompt in ("", "Find a word of six letters."):
+        settings = TrainerSettings(**places, env_url=six_letters, prompt=prompt)
+        env = wordle.make_task(settings, 1, seed=0).environment()
+        for play in (lambda env: guess(env, "planet"), reward):
+            env.reset(seed=1)
+            with contextlib.nullcontext() if prompt else pytest.raises(ConfigError, match=sentence):
+                play(env)
 
 
 def test_a_game_goes_on_at_the_address_that_its_file_names_now(url, tmp_path, monkeypatch):

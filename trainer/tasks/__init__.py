@@ -6,7 +6,7 @@ prompts: the run then repeats them.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,30 +14,21 @@ from datasets import Dataset
 
 from trainer.settings import TASKS, Settings
 
-Turns = tuple[tuple[str, str], ...]
-"""A conversation: what the policy wrote in each turn, and what the environment answered."""
-Rates = Callable[[Turns], Mapping[str, tuple[int, int]]]
-"""Counts what happened in a conversation: name -> (how often, of how many)."""
 _UNLIMITED = 1_000  # steps after which a run without a limit of steps repeats its prompts
-
-
-def no_rates(turns: Turns) -> Mapping[str, tuple[int, int]]:
-    """The `rates` of a task that has none."""
-    return {}
 
 
 @dataclass(frozen=True)
 class Task:
     """Prompts, and the functions or the environment that reward answers to them.
 
-    A conversation also ends when the environment's attribute `done`, if there is one, becomes true.
-    The log of the run gets each of the task's `rates`, over all conversations since the last step.
+    An environment may have two more attributes. A conversation also ends when `done` becomes true. `rates`
+    counts what happened, read at the end of the conversation: name -> (how often, of how many). The log of
+    the run gets each rate, over all conversations since the last step.
     """
 
     dataset: Dataset
     reward_funcs: list[Callable[..., list[float]]]
     environment: Callable[[], object] | None = None
-    rates: Rates = no_rates
 
 
 def make_task(settings: Settings, config: Any) -> Task:

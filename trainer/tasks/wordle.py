@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import re
 import time
 import uuid
 from typing import Annotated, Any
@@ -13,20 +12,21 @@ import aiohttp
 from datasets import Dataset
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from delta_weight_sync import ConfigError
 from trainer import spaces
 from trainer.settings import Settings
-from trainer.tasks import Task, Turns
+from trainer.tasks import Task
 
 PROMPT = """You are playing Wordle. Find the secret five-letter word in at most six guesses.
 Call the tool `guess` with one five-letter English word per turn. Each answer repeats your letters with their
 position and a mark: + right letter in the right place, ? right letter in another place, - not in the word.
 Example: `c1-r2?a3+n4-e5-`. A guess that is not a word costs a turn. Use what the marks tell you."""
 
+_LETTERS = 5  # of a word, as `PROMPT` says
 _RETRY_S = 600.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 _RETRIED = (408, 425, 429)  # and all from 500 on: what the Hub may answer while a Space starts
 _MAX_ANSWER = 64 << 10  # bytes
-_MARKED = re.compile(r"(?:[a-z]\d[+?-])+")  # how the game answers a valid guess, such as "c1-r2?a3+n4-e5-"
 
 
 class Played(BaseModel):
@@ -37,6 +37,7 @@ class Played(BaseModel):
     reward: Annotated[float, Field(ge=-1000, le=1000)]
     done: bool = True
     solved: bool = False
+    valid: bool = True
     observation: Annotated[str, Field(max_length=1000)] = ""
 
 
@@ -49,16 +50,18 @@ class WordleEnv:
 
     A request whose answer was lost is repeated. The repetition has no second effect, because the client
     chooses the session's id and numbers the turns. `reset` sends no request; the first request after it
-    opens the session.
+    opens the session. If `letters` is not 0, games of words of another length end the training.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, letters: int = 0) -> None:
         self._entry = url  # or a file with the URL
+        self._letters = letters
 
     def reset(self, seed: int, split: str = "train", **row: Any) -> None:
         """Prepare the game of `seed`, on the words of the split: `train` or `held_out`."""
         self._session = uuid.uuid4().hex
         self._turn = 0
+        self._invalid = 0  # guesses
         self._opening = {"seed": seed, "split": split, "id": self._session}
         self._reward: float | None = None
         self.done = False
@@ -84,6 +87,7 @@ class WordleEnv:
             self._reward = None
             raise
         self._turn += 1  # only now: a refused guess takes no turn
+        self._invalid += not played.valid
         self.done = played.done
         self.solved = played.solved
         self._reward = played.reward
@@ -99,10 +103,24 @@ class WordleEnv:
                 self._reward = _played(await self._call("DELETE", f"/sessions/{self._session}", None)).reward
         return self._reward
 
+    @property
+    def rates(self) -> dict[str, tuple[int, int]]:
+        """Whether the game was solved, and how many guesses were invalid. Empty without a guess or reward."""
+        if not self._turn or self._reward is None:
+            return {}
+        return {"games/solve_rate": (self.solved, 1), "games/invalid_rate": (self._invalid, self._turn)}
+
     async def _open(self) -> None:
         """Open the session, if no turn was played yet. A repetition has no second effect."""
-        if self._turn == 0:
-            await self._call("POST", "/sessions", self._opening)
+        if self._turn:
+            return
+        opened = await self._call("POST", "/sessions", self._opening)
+        length = opened.get("length") if isinstance(opened, dict) else None
+        if self._letters and length and length != self._letters:
+            raise ConfigError(
+                f"the environment at {self._entry} has words of {length} letters, but the prompt says"
+                f" {self._letters}: write one with --prompt, or start the environment without WORDLE_LENGTH"
+            )
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         # A redirect would carry the key to another host.
@@ -163,19 +181,9 @@ def make_dataset(prompt: str, games: int, seed: int) -> Dataset:
     return Dataset.from_dict({"prompt": [message] * games, "seed": [seed * games + i for i in range(games)]})
 
 
-def rates(turns: Turns) -> dict[str, tuple[int, int]]:
-    """Whether the game was solved, and how many of its guesses were invalid."""
-    answers = [answer for _, answer in turns]
-    marked = [match[0] for answer in answers if (match := _MARKED.match(answer))]
-    invalid = sum("not a word" in answer for answer in answers)
-    if not marked and not invalid:  # the policy made no guess
-        return {}
-    solved = any(set(marks[2::3]) == {"+"} for marks in marked)
-    return {"games/solve_rate": (solved, 1), "games/invalid_rate": (invalid, len(marked) + invalid)}
-
-
 def make_task(settings: Settings, prompts: int, seed: int) -> Task:
     if not settings.env_url:
         raise SystemExit("--task wordle needs --env_url <URL of the Wordle Space>")
     dataset = make_dataset(settings.prompt or PROMPT, prompts, seed)
-    return Task(dataset, [], functools.partial(WordleEnv, settings.env_url), rates)
+    letters = 0 if settings.prompt else _LETTERS
+    return Task(dataset, [], functools.partial(WordleEnv, settings.env_url, letters))
