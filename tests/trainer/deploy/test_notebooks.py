@@ -91,8 +91,11 @@ def replica(world: World, url: str, folder: Path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["colab", "kaggle"])
-def test_every_cell_runs(world: World, axes: tuple[Axes, Axes], tmp_path: Path, capsys, name: str):
+@pytest.mark.parametrize(("name", "serves_later"), [("colab", False), ("kaggle", True)])
+def test_every_cell_runs(
+    world: World, axes: tuple[Axes, Axes], tmp_path: Path, capsys, name: str, serves_later: bool
+):
+    """In order, or with the Space made after the training."""
     tiny_policy.build(tmp_path / "policy")
     world.name_hosts()
     variables: dict[str, object] = {}
@@ -107,6 +110,10 @@ def test_every_cell_runs(world: World, axes: tuple[Axes, Axes], tmp_path: Path, 
         code = [text.replace(old, new) for text in code]
     with mock.patch.dict(os.environ):
         serve = next(number for number, text in enumerate(code) if SERVE in text)
+        if serves_later:
+            asks = next(number for number, text in enumerate(code) if "Run(RUN).wait" in text)
+            code.insert(asks - 1, code.pop(serve))
+            serve = asks - 1
         for text in code[: serve + 1]:
             exec(text, variables)
         run = f"hf://buckets/{OWNER}/{world.name}#first"
@@ -114,7 +121,7 @@ def test_every_cell_runs(world: World, axes: tuple[Axes, Axes], tmp_path: Path, 
             for text in code[serve + 1 :]:
                 exec(text, variables)
         newest = Run(run).manifest()
-        assert newest.signature, "with the key that `up` made"
+        assert newest.signature, "with the key that the notebook made"
     assert (newest.sync, newest.changed > 0) == (STEPS, True)
     said = capsys.readouterr().out
     assert f'"version":{newest.version}' in said.replace(" ", ""), "of the tokens of the answer"
