@@ -98,6 +98,25 @@ def test_an_interrupt_while_a_child_starts_stops_that_child_too(tmp_path, monkey
     assert started[0].returncode is not None, "it has ended, and was waited for"
 
 
+def test_ctrl_c_at_a_dashboard_that_stays_up_is_no_failure(tmp_path, monkeypatch, capsys):
+    module = "trainer.demo.__main__"
+    pressed = SimpleNamespace(Event=lambda: SimpleNamespace(wait=lambda: signal.raise_signal(signal.SIGINT)))
+    monkeypatch.setattr(f"{module}.threading", pressed)
+    monkeypatch.setattr(f"{module}.summarize", lambda *_: {"verified": True})
+    monkeypatch.setattr(f"{module}.table", lambda _: "the table")
+    monkeypatch.setattr(Processes, "start", lambda *_, **__: None)
+    monkeypatch.setattr(Processes, "finished", lambda *_: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["demo", "--folder", str(tmp_path / "demo")])
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert "press Ctrl-C to end it" in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_a_demo_that_is_killed_leaves_no_process(tmp_path):
     """It cannot stop anything then: the kernel does, and each process its own."""

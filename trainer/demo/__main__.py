@@ -6,6 +6,7 @@ the demo prints come from the run's log, which is in the bucket.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import shutil
@@ -256,7 +257,8 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
         raise ChildError(f"a replica does not hold the trainer's weights; see {folder}/summary.json")
     if sys.stdout.isatty():
         print(f"the dashboard stays up at {replica_url} - press Ctrl-C to end it", flush=True)
-        threading.Event().wait()
+        with contextlib.suppress(KeyboardInterrupt):  # nothing is cut off, so this is no failure
+            threading.Event().wait()
 
 
 def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
