@@ -245,7 +245,7 @@ class ReplicaRolloutLoop:
         if self._judge:
             conversation.reward = await _call(environment.get_reward)
         if environment is not None:
-            conversation.rates = dict(getattr(environment, "rates", {}))
+            conversation.rates = dict(self._attribute(environment, "rates") or {})
             self._idle.append(environment)
         self._measure(conversation, time.monotonic() - started, cut)
         group.conversations.append(conversation)
@@ -273,8 +273,12 @@ class ReplicaRolloutLoop:
                 return True
             for call in calls:
                 conversation.completion.append(await self._use_tool(conversation, tools, call["function"]))
-            if getattr(environment, "done", False):
+            if self._attribute(environment, "done"):
                 return False
+
+    def _attribute(self, environment: Any, name: str) -> Any:
+        """The environment's attribute; None if there is none, or if it is a tool."""
+        return None if name in self._tools else getattr(environment, name, None)
 
     async def _use_tool(
         self, conversation: Conversation, tools: dict[str, Callable[..., Any]], call: dict[str, Any]

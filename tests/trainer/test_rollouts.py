@@ -249,6 +249,22 @@ def test_a_conversation_ends_with_its_environment():
     assert [said["role"] for said in sample.completion] == ["assistant", "tool"] * 2
 
 
+class Tools(Game):
+    def done(self) -> str:
+        """Say that you are done."""
+        return "well"
+
+    def rates(self) -> str:
+        """Look at the rates."""
+        return "none"
+
+
+def test_tools_may_be_called_done_and_rates():
+    (sample,) = samples_of([[named(5), named(5)]], game=Tools)
+    assert [said["role"] for said in sample.completion] == ["assistant", "tool", "assistant"]
+    assert sample.rates == {}
+
+
 class Counted(Ending):
     @property
     def rates(self) -> dict[str, tuple[int, int]]:
