@@ -395,6 +395,22 @@ def test_a_tied_embedding_whose_head_has_the_same_adapter_is_published_once(url,
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
+def test_a_head_that_only_the_trainer_ties_is_published_beside_the_embedding(url, tmp_path):
+    model = make("llama")
+    base = save(model, tmp_path / "base")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    adapted = adapt(model, target_modules=["q_proj"])
+    with Publisher(url, base) as publisher:
+        publisher.publish(adapted)
+        assert publisher.digest(adapted) == publisher.flush().digest
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        newest(url, tmp_path / "followed"), dtype="bfloat16"
+    )
+    embedding = adapted.get_base_model().model.embed_tokens.weight
+    assert same_bits(loaded.model.embed_tokens.weight, embedding)
+    assert same_bits(loaded.lm_head.weight, embedding)
+
+
 def test_named_parameters_are_refused_with_what_to_publish(url, tmp_path):
     model = make("llama")
     base = save(model, tmp_path / "base")

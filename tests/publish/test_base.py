@@ -1107,6 +1107,71 @@ def test_a_frozen_head_comes_from_the_base_whatever_the_flag_says(flag, base):
     assert loads_as(model, folder) == []
 
 
+def copy_embedding(base: Path) -> None:
+    edit(base, lambda tensors: tensors.update({HEAD: tensors[EMBED].clone()}))
+
+
+@pytest.mark.parametrize("given", ["model", "state_dict"])
+@pytest.mark.parametrize(
+    "head",
+    [lambda base: None, copy_embedding, lambda base: (base / WEIGHTS).unlink()],
+    ids=["another head", "an equal head", "no weights"],
+)
+def test_a_head_that_only_the_trainer_ties_is_published_beside_the_embedding(head, given, model, base):
+    """The config of a version says untied, so a server does not tie them."""
+    model.lm_head.weight = model.model.embed_tokens.weight
+    head(base)
+
+    def syncs() -> Iterator[Any]:
+        yield GIVEN[given](model)
+        nudge(model)
+        yield GIVEN[given](model)
+
+    assert loads_as(model, publish(base, syncs())) == []
+    nudge(model)
+    with Publisher(url_of(base), base) as second:
+        second.publish(GIVEN[given](model))
+        assert second.digest(GIVEN[given](model)) == second.flush().digest
+        with pytest.raises(CodecError, match=rf"{HEAD} is tied to {EMBED}"):
+            second.views(GIVEN[given](model))
+    assert loads_as(model, newest(base)) == []
+
+
+def test_a_trainer_that_ties_the_head_resumes(model, base):
+    def tie(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+        model.lm_head.weight = model.model.embed_tokens.weight
+        return model, torch.optim.SGD(model.parameters())
+
+    with Publisher(url_of(base), base) as publisher:
+        publisher.publish(tie(model)[0])
+        nudge(model)
+        publisher.publish(model)
+        publisher.save_state(*tie(model))
+        publisher.flush()
+        nudge(model)
+        publisher.publish(model)
+    other = tie(build("llama", seed=1))
+    with Publisher(url_of(base)) as resumed:
+        resumed.restore(*other)
+        nudge(other[0])
+        resumed.publish(other[0])
+        assert resumed.flush().version == 2, "it is the same sync again"
+    assert loads_as(other[0], newest(base)) == []
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["named by a model", "named by a mapping"])
+def test_two_tensors_of_the_base_that_are_one_of_the_trainer_are_both_published(known, tmp_path):
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3))).bfloat16()
+    base = tmp_path / "my-policy"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    save_file(layers.state_dict(), base / WEIGHTS)
+    layers[1].weight = layers[0].weight
+    weights = layers if known else layers.state_dict()
+    folder = publish(base, [weights])
+    assert all(same_bits(stored(folder)[name], tensor) for name, tensor in layers.state_dict().items())
+
+
 def llava() -> Any:
     torch.manual_seed(0)
     sight = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64}

@@ -192,23 +192,29 @@ def test_names_that_neither_model_nor_checkpoint_knows_are_refused(tmp_path):
         versions(model, base, with_a_head)
 
 
+def tied(model: Any) -> Any:
+    """A model whose head is the embedding, though its checkpoint has both."""
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
 def _sharded(rank: int, folder: Path, name: str, dim: int) -> None:
     """Publish a model with FSDP2, and write each rank's view of the whole tensors."""
-    model = build(name)
+    model = tied(build(name)) if name == "llama" else build(name)
     width = dist.get_world_size()
     others = [p for p in model.parameters() if p.dim() < 2 or p.shape[dim] % width]
     fully_shard(model, shard_placement_fn=lambda p: Shard(0 if p in set(others) else min(dim, p.dim() - 1)))
     with Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base") as publisher:
         for number in range(3):
-            publisher.publish(model.named_parameters(), number)
-            assert publisher.digest(model.named_parameters()) == publisher.flush().digest
+            publisher.publish(model, number)
+            assert publisher.digest(model) == publisher.flush().digest
             generator = torch.Generator().manual_seed(number)
             for parameter in model.parameters():
                 change = 0.05 * torch.randn(parameter.shape, generator=generator)
                 whole = DTensor.from_local(change.to(parameter.dtype), parameter.device_mesh)
                 with torch.no_grad():
                     parameter.add_(whole.redistribute(placements=parameter.placements))
-        publisher.publish(model.named_parameters(), 3)
+        publisher.publish(model, 3)
     whole = {n: p.full_tensor().contiguous() for n, p in model.named_parameters()}
     if rank == 0:
         save_file(whole, folder / "trainer.safetensors")
@@ -219,14 +225,16 @@ def _sharded(rank: int, folder: Path, name: str, dim: int) -> None:
     ("name", "size", "dim"),
     [
         ("mixtral", 2, 0),
+        ("llama", 2, 0),
         pytest.param("deepseek_v3", 3, 0, marks=pytest.mark.long),
         pytest.param("qwen3_moe", 2, 1, marks=pytest.mark.long),
     ],
 )
 def test_ranks_with_shards_of_stacks_publish_the_parts(name, size, dim, tmp_path):
-    """Sharded by experts, evenly or not, or across the experts."""
+    """Sharded by experts, evenly or not, or across the experts; or of a model whose trainer ties the head."""
     base = save(model := build(name), tmp_path / "base")
     assert forked.ranks(_sharded, size, tmp_path, name, dim) == [0] * size
+    model = tied(model) if name == "llama" else model
     with torch.no_grad(), contextlib.suppress(KeyError):
         for tensor_name, tensor in load_file(tmp_path / "trainer.safetensors").items():
             model.get_parameter(tensor_name).copy_(tensor)

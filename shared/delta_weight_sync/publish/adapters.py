@@ -55,12 +55,14 @@ class Piece(NamedTuple):
         key: Its name in its own module, such as "weight".
         tensor: The base's tensor.
         layers: PEFT's layers that change it.
+        is_tied: Whether an earlier piece is the same tensor.
     """
 
     name: str
     key: str
     tensor: torch.Tensor
     layers: tuple[Any, ...]
+    is_tied: bool = False
 
 
 class Term(NamedTuple):
@@ -81,7 +83,7 @@ class Merged:
 
     Attributes:
         model: The model with its adapters.
-        pieces: The base's tensors, each once.
+        pieces: The base's tensors.
         whole: Whether to gather sharded tensors. All ranks must then iterate to the end.
     """
 
@@ -93,7 +95,9 @@ class Merged:
         return iter(self.tensors(None))
 
     def tensors(self, plan: Plan | None) -> Weights:
-        """Yield each tensor, rounded to the dtype in which versions of `plan` hold it; by default its own.
+        """Yield tensors, rounded to the dtype in which versions of `plan` hold them; by default their own.
+
+        Of tied ones, yield the first, and with a `plan` also the others that its versions have.
 
         A version may hold 16 bits of a float32 tensor. Such a tensor is yielded in float32, with values that
         the mirror's rounding turns into the rounded exact sum.
@@ -101,6 +105,8 @@ class Merged:
         for piece in self.pieces:
             is_buffer = not isinstance(piece.tensor, torch.nn.Parameter)
             if is_buffer and plan and not plan.has(plain_name(piece.name)):
+                continue
+            if piece.is_tied and (plan is None or plan.lacks_tied(plain_name(piece.name))):
                 continue
             tensor = _merge(piece, _wanted(piece, plan)) if piece.layers else piece.tensor
             gathers = self.whole and isinstance(tensor, DTensor)
@@ -114,7 +120,7 @@ class Merged:
                 require_readable(name, parameter)
                 yield plain_name(name), parameter
         for piece in self.pieces:
-            if not isinstance(piece.tensor, torch.nn.Parameter):
+            if not (piece.is_tied or isinstance(piece.tensor, torch.nn.Parameter)):
                 yield plain_name(piece.name), piece.tensor
 
 
@@ -143,7 +149,7 @@ def adapted(model: torch.nn.Module, *, whole: bool = False) -> torch.nn.Module |
             )
     is_wrapper = isinstance(inner, _peft().PeftModel | _peft().PeftMixedModel)
     base = inner.base_model.model if is_wrapper else inner  # transformers adds adapters to its own model
-    return Merged(inner, tuple(_once(_walk(base, "", ()))), whole)
+    return Merged(inner, tuple(_tied_alike(_walk(base, "", ()))), whole)
 
 
 def _has_adapters(model: Any) -> bool:
@@ -210,15 +216,13 @@ def _walk(module: Any, path: str, layers: tuple[Any, ...]) -> Iterator[Piece]:
             yield from _walk(child, _joined(path, key), ())
 
 
-def _once(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield each tensor once. Raises `ConfigError` if it is tied to another that the adapters change
-    differently."""
+def _tied_alike(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Mark tied pieces. Raises `ConfigError` if the adapters change two that are tied differently."""
     first = dict[int, Piece]()
     for piece in pieces:
         other = first.setdefault(id(piece.tensor), piece)
-        if other is piece:
-            yield piece
-        elif piece.layers or other.layers:
+        yield piece._replace(is_tied=other is not piece)
+        if other is not piece and (piece.layers or other.layers):
             both = [
                 _whole(_merge(each, None)) if each.layers else _whole(each.tensor) for each in (piece, other)
             ]

@@ -33,7 +33,7 @@ from delta_weight_sync.checkpoint import (
     Specs,
 )
 from delta_weight_sync.errors import CheckpointError
-from delta_weight_sync.publish.names import find_names
+from delta_weight_sync.publish.names import find_names, models_of, names_of
 from delta_weight_sync.publish.plan import HALF, PACKED, Plan, main_dtype
 from delta_weight_sync.records import KEY, MAX_ASSETS
 from delta_weight_sync.signing import SECRET
@@ -125,6 +125,13 @@ class Base:
         if not names.views and self._flag_ties():
             names = replace(names, tied={_HEAD: "the embedding"}, head=_HEAD)
         tied = {name: source for name, source in names.tied.items() if not self._differ(name, source)}
+        if model is not None and tied:
+            ties = {name for each in models_of(self.folder) for name in names_of(each, shapes).tied}
+            ties |= {_HEAD} if self._flag_ties() else set()
+            if self.checkpoint:  # it lacks tied tensors, perhaps of a model unknown to transformers
+                ties |= tied.keys() - self._specs.keys()
+            # A model that is loaded from a version does not have the ties that only the trainer's has.
+            tied = {name: source for name, source in tied.items() if name in ties}
         packed = any(spec.dtype not in DTYPES for spec in self._specs.values())
         quantized = packed or any(part.keys() & _QUANTIZATION for part in _parts(self._config))
         return Plan(self.name, self._specs, replace(names, tied=tied), quantized=quantized)

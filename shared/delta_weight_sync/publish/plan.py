@@ -106,6 +106,12 @@ class Plan:
         names = [view.name for view in self.names.views.get(name, ())] or [name]
         return not self.stored or any(each in self.stored for each in names)
 
+    def lacks_tied(self, name: str) -> bool:
+        """Whether versions lack this tensor of the trainer, given that the trainer ties it to another one."""
+        names = [view.name for view in self.names.views.get(name, ())] or [name]
+        tied = () if self.fixed else self.names.tied
+        return all(each in tied or (self.stored and each not in self.stored) for each in names)
+
     def joined(self, name: str) -> Joined | None:
         """The tensors that are computed from a tensor of the trainer and others."""
         return self._joined.get(name)

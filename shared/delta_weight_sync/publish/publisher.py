@@ -356,7 +356,8 @@ class Publisher:
             has_adapters = self._adapter or (
                 isinstance(weights, torch.nn.Module) and isinstance(adapted(weights), Merged)
             )
-            published = weights if has_adapters else dict(self._published(live)).items()
+            again = isinstance(weights, torch.nn.Module | Mapping | ItemsView)
+            published = weights if has_adapters else dict(self._published(weights if again else live))
         if published and self.digest(published) != found.record.digest:
             raise errors.StateError(
                 f"the weights of this state are not those of its version {found.record.version}:"
@@ -455,12 +456,14 @@ class Publisher:
         `UndoLog.roll` takes them. Call this after a `publish`.
 
         Raises:
-            CodecError: A tensor of the version is not a plain view, or is not held in bf16.
+            CodecError: A tensor of the version is not a plain view, or is not held in bf16, or is tied to
+                another.
         """
         if self._adapter:
             weights = lora.adapter_of(weights)
         plan = self._planned(weights)
         found = dict[str, torch.Tensor]()
+        places = dict[tuple[object, ...], str]()
         for name, tensor in checkpoint_weights(weights, plan):
             if plan.joined(name):
                 raise errors.CodecError(
@@ -469,7 +472,12 @@ class Publisher:
             for target in plan.targets(name, tensor):
                 if target.dtype != "BF16":
                     raise errors.CodecError(f"versions hold {target.name} in {target.dtype}, not in bf16")
-                found[target.name] = target.view.of(tensor.detach()) if target.view else tensor.detach()
+                view = target.view.of(tensor.detach()) if target.view else tensor.detach()
+                if (other := places.setdefault(_place(view), target.name)) != target.name:
+                    raise errors.CodecError(
+                        f"{target.name} is tied to {other}, and an undo would change it twice: untie it"
+                    )
+                found[target.name] = view
         return found
 
     def close(self) -> None:
@@ -624,10 +632,10 @@ class Publisher:
                 raise errors.CodecError(f"{name} is sharded: call publish_base before you shard the model")
             yield from gathered([(name, tensor)], plan, lambda *_: True, first=True)
 
-    def _published(self, live: Mapping[str, torch.Tensor]) -> Weights:
+    def _published(self, weights: Model) -> Weights:
         """Yield those of the trainer's tensors that versions have."""
-        plan = self._planned(live)
-        for name, tensor in live.items():
+        plan = self._planned(weights)
+        for name, tensor in checkpoint_weights(weights, plan):
             joined = plan.joined(name)
             made = joined.names if joined else [target.name for target in plan.targets(name, tensor)]
             if all(each in self._outbox.shapes for each in made):
@@ -689,13 +697,16 @@ def checkpoint_weights(weights: Model, plan: Plan | None = None) -> Weights:
     """Yield each weight once, without the prefixes that torch.compile, DDP, FSDP and others add to its name.
 
     A model gives its parameters, and those of its persistent buffers that the checkpoint of `plan` has. In a
-    mapping such as `model.state_dict()`, tied weights are one tensor of two names; the first is used.
+    model or a mapping such as `model.state_dict()`, tied weights are one tensor of two names; the first is
+    used, and with a `plan` also the others that its versions have.
 
     Raises:
         CodecError: A tensor has no memory that can be read.
         ConfigError: A name begins with PEFT's `base_model.model`, and `weights` is no adapter.
     """
-    kept = isinstance(weights, Mapping | ItemsView)
+    if isinstance(weights, torch.nn.Module):
+        weights = adapted(weights)
+    kept = isinstance(weights, torch.nn.Module | Mapping | ItemsView)
     seen = set[tuple[object, ...]]()
     for name, tensor in _items(weights, plan):
         plain = plain_name(name)
@@ -704,18 +715,21 @@ def checkpoint_weights(weights: Model, plan: Plan | None = None) -> Weights:
                 f"{plain} is PEFT's name of a parameter, which no server knows: {MERGED}"
             )
         require_readable(plain, tensor)
-        if kept:  # the mapping keeps all tensors alive, so two share memory only if they are tied
-            held = local(tensor)
-            place = held.untyped_storage()._cdata, held.storage_offset(), held.shape, held.stride()
-            if place in seen:
+        if kept:  # all tensors stay alive, so two share memory only if they are tied
+            place = _place(tensor)
+            if place in seen and (plan is None or plan.lacks_tied(plain)):
                 continue
             seen.add(place)
         yield plain, tensor
 
 
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where the elements are that this rank holds; equal for tied tensors."""
+    held = local(tensor)
+    return held.untyped_storage()._cdata, held.storage_offset(), held.shape, held.stride()
+
+
 def _items(weights: Model, plan: Plan | None) -> Weights:
-    if isinstance(weights, torch.nn.Module):
-        weights = adapted(weights)
     if isinstance(weights, Mapping):
         yield from arguments.pairs(weights.items())
     elif isinstance(weights, Merged):
@@ -723,7 +737,7 @@ def _items(weights: Model, plan: Plan | None) -> Weights:
     elif isinstance(weights, lora.Adapter):
         yield from weights
     elif isinstance(weights, torch.nn.Module):
-        yield from weights.named_parameters()
+        yield from weights.named_parameters(remove_duplicate=False)
         for path, module in weights.named_modules():
             for key, buffer in module._buffers.items():
                 name = f"{path}.{key}".lstrip(".")
