@@ -172,6 +172,26 @@ def test_the_base_is_refused_as_the_repair_of_a_damaged_run_too(url, base):
     assert not [key for key in listed(url) if "00000004" in key]
 
 
+@pytest.mark.parametrize("first", ["publish", "publish_base"])
+def test_a_damaged_run_is_not_repaired_without_a_base(url, base, first):
+    """Only the base tells which tensors a version has besides the trainer's, and in which dtypes."""
+    weights = train(url, base)
+    bucket = open_bucket(url.partition("#")[0])
+    bucket.delete([key for key in listed(url) if "/deltas/" in key])
+    before = listed(url)
+    partial = {"norm.weight": weights["norm.weight"] + 7}
+    with (
+        pytest.raises(ConfigError, match=r"'main' cannot be rebuilt.*: give the checkpoint .* as base"),
+        Publisher(url) as publisher,
+    ):
+        getattr(publisher, first)(partial)
+    assert listed(url) == before
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights | partial)
+    (repaired,) = follow(url, base.parent / "followed", once=True)
+    assert torch.equal(loaded(repaired.path)["norm.weight"], partial["norm.weight"].bfloat16().float())
+
+
 def test_a_version_that_cannot_be_read_stops_no_trainer(url, base, caplog):
     """It is read only to log with which version the trainer starts."""
     weights = train(url, base)

@@ -563,7 +563,13 @@ class Publisher:
         model = None if isinstance(found, Merged) else unwrapped(found)
         specs = self._outbox.specs
         if not specs:  # no version yet, or none that could be rebuilt
-            return self._start.plan(model) if self._start else Plan("", {}, Names())
+            if self._start is None:
+                raise errors.ConfigError(
+                    f"the newest version of run {self.reader.keys.run!r} cannot be rebuilt, so nothing says"
+                    " which tensors and dtypes a version has: give the checkpoint that the run started from as"
+                    " base"
+                )
+            return self._start.plan(model)
         shapes = {name: spec.shape for name, spec in specs.items()}
         if model is not None:
             names = find_names(model, shapes)
