@@ -6,11 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_weight_sync import ConfigError, Publisher, Run, follow
+from delta_weight_sync import BucketUnreachableError, ConfigError, Publisher, Run, StateError, follow
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.signing import new_pair
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store._files import FileBucket
 
 SHAPES = {"embed.weight": (30, 4), "norm.weight": (4,)}
 REFUSED = (
@@ -149,6 +150,50 @@ def test_a_state_of_version_0_resumes(url, base):
     assert versions(url) == [(0, 1), (1, 2)]
 
 
+def test_the_base_is_refused_after_a_failed_restore_too(url, base):
+    """Even if syncs after the state could be held back as repetitions."""
+    weights = loaded(base)
+    with Publisher(url, base, state_minutes=0) as publisher:
+        publisher.publish(weights)
+        for _ in range(3):
+            weights["norm.weight"] += 1
+            publisher.publish(weights)
+            publisher.flush()
+            if publisher.sync == 2:
+                publisher.save_state(weights, torch.optim.AdamW(weights.values()))
+    before = listed(url)
+    weights = loaded(base)
+    publisher = Publisher(url, base)
+    with pytest.raises(StateError, match="AdamW when the state was saved and is SGD"):
+        publisher.restore(weights, torch.optim.SGD(weights.values()))
+    with pytest.raises(ConfigError, match=REFUSED):
+        publisher.publish(loaded(base))
+    publisher.close()
+    assert listed(url) == before
+
+
+def test_the_base_is_refused_after_a_failed_read_too(url, base, monkeypatch):
+    """The names come from the run's files, which are read when the first weights come."""
+    train(url, base)
+    before = listed(url)
+    publisher = Publisher(url)
+    read = FileBucket._read
+
+    def fail(self: FileBucket, key: str, limit: int) -> bytes:
+        if "/anchors/" in key:
+            raise OSError(5, "one failed read")
+        return read(self, key, limit)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileBucket, "_read", fail)
+        with pytest.raises(BucketUnreachableError):
+            publisher.publish(loaded(base))
+    with pytest.raises(ConfigError, match=REFUSED):
+        publisher.publish(loaded(base))
+    publisher.close()
+    assert listed(url) == before
+
+
 @pytest.mark.parametrize("lost", ["deleted", "damaged"])
 def test_without_the_manifest_of_version_0_the_base_tells_its_weights(url, base, tmp_path, lost):
     """`keep` deletes it. A base that is a later checkout tells nothing."""
@@ -181,7 +226,7 @@ def test_a_damaged_run_is_not_repaired_without_a_base(url, base, first):
     before = listed(url)
     partial = {"norm.weight": weights["norm.weight"] + 7}
     with (
-        pytest.raises(ConfigError, match=r"'main' cannot be rebuilt.*: give the checkpoint .* as base"),
+        pytest.raises(ConfigError, match=r"'main' cannot be rebuilt.*: give the base that"),
         Publisher(url) as publisher,
     ):
         getattr(publisher, first)(partial)

@@ -269,11 +269,11 @@ class Publisher:
             sync = last + 1 if step is None else arguments.whole_step(step, newest)
         if earlier and earlier.version > 0 and not self._fresh:
             self._outbox.refused = self._refused(weights)
+        plan = self._planned(weights)
         self.sync = sync
         self._has_version = True
         first = not self._begun
-        self._begun = True
-        plan = self._planned(weights)
+        self._begun = True  # only now: if a read fails above, the first weights are still to come
         parts = gathered(self._named(weights, plan), plan, self._outbox.owns, first=first)
         with self._peers.fail_together(parts):
             self._outbox.publish(parts, self.sync, first=first)
@@ -333,7 +333,8 @@ class Publisher:
         """Resume from the newest state: put back what `save_state` saved, bit for bit.
 
         The state includes random numbers; a rank that the earlier trainer did not have gets a seed from rank
-        0's numbers. Returns the `extra` of `save_state`. For a new run, returns None and changes nothing.
+        0's numbers. Returns the `extra` of `save_state`. For a new run, returns None and changes nothing. If
+        this fails, `weights` may be restored in part, and this trainer counts as one that resumed no state.
 
         Raises:
             StateError: The state is of another model or optimizer. Or the run has versions after version 0,
@@ -347,6 +348,23 @@ class Publisher:
         found = self._found
         self._found = None
         assert found is not None
+        try:
+            self._restore(found, weights, optimizer, others)
+        except BaseException:
+            self.resumed_from = None
+            self._outbox.repeated = RepeatedSyncs({})
+            raise
+        self.sync = found.record.sync
+        return found.record.extra
+
+    def _restore(
+        self,
+        found: FoundState,
+        weights: Model,
+        optimizer: torch.optim.Optimizer,
+        others: Mapping[str, Stateful],
+    ) -> None:
+        """Put back the state `found`. Raises `StateError` unless its weights are those of its version."""
         live = self._trained(weights)
         found.restore(live, optimizer, others)
         # If the newest version is damaged, `shapes` is empty. The digest is then not checked, because it also
@@ -363,8 +381,6 @@ class Publisher:
                 f"the weights of this state are not those of its version {found.record.version}:"
                 " start a new run, and call `save_state` right after each `publish`"
             )
-        self.sync = found.record.sync
-        return found.record.extra
 
     def save_state(
         self,
@@ -565,9 +581,8 @@ class Publisher:
         if not specs:  # no version yet, or none that could be rebuilt
             if self._start is None:
                 raise errors.ConfigError(
-                    f"the newest version of run {self.reader.keys.run!r} cannot be rebuilt, so nothing says"
-                    " which tensors and dtypes a version has: give the checkpoint that the run started from as"
-                    " base"
+                    f"the newest version of run {self.reader.keys.run!r} cannot be rebuilt, so nothing tells"
+                    " the tensors and dtypes of a version: give the base that the run began with"
                 )
             return self._start.plan(model)
         shapes = {name: spec.shape for name, spec in specs.items()}
