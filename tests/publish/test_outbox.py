@@ -14,10 +14,11 @@ import torch
 from delta_weight_sync import Publisher, codec
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.errors import BucketUnreachableError, FencedError, UndoLogError
-from delta_weight_sync.publish.outbox import PendingUpdate
+from delta_weight_sync.errors import BucketUnreachableError, ConfigError, FencedError, UndoLogError
+from delta_weight_sync.publish.outbox import Outbox, PendingUpdate
 from delta_weight_sync.publish.spans import undo
 from delta_weight_sync.publish.undo import UndoLog, bf16_bits
+from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, SyncEvent
 from delta_weight_sync.store import Bucket, open_bucket
@@ -94,6 +95,52 @@ def test_a_failing_upload_is_repeated_and_nothing_is_lost(
     assert rebuilt(run, tmp_path) == run.digest()
     assert [m.version for m in run.reader.versions()] == list(range(manifest.version, -1, -1))
     assert "the link is down; trying again" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "config.json", "manifests/"])
+@pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
+def test_a_failing_upload_of_version_0_is_repeated(tmp_path, monkeypatch, caplog, part, stored):
+    bucket = open_bucket((tmp_path / "bucket").as_uri(), create=True)
+    put = bucket.put
+    failures = [2]
+
+    def failing_put(key: str, data: bytes | Path) -> None:
+        if part not in key or not failures[0]:
+            return put(key, data)
+        failures[0] -= 1
+        if stored:
+            put(key, data)
+        raise BucketUnreachableError(f"{key}: the link is down")
+
+    one_by_one(bucket, failing_put, monkeypatch)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
+    with closing(Drifting(bucket)) as run:
+        assert failures == [0]
+        assert rebuilt(run, tmp_path) == run.digest()
+        run.step()
+        assert [m.version for m in run.reader.versions()] == [1, 0]
+        assert rebuilt(run, tmp_path) == run.digest()
+    assert "version 0 has not reached the bucket for 0 s" in caplog.text
+
+
+def test_a_publisher_that_is_closed_during_the_upload_of_version_0_says_so(tmp_path, monkeypatch):
+    bucket = open_bucket((tmp_path / "bucket").as_uri(), create=True)
+    put = bucket.put
+    weights = {"w": torch.ones(4)}
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    outbox = Outbox(RunWriter(bucket, "run", model="m", assets=assets), None)
+
+    def closing_put(key: str, data: bytes | Path) -> None:
+        if "anchors/" not in key:
+            return put(key, data)
+        outbox.close()
+        raise BucketUnreachableError(f"{key}: the link is down")
+
+    one_by_one(bucket, closing_put, monkeypatch)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
+    with pytest.raises(ConfigError, match="closed before version 0 was in the bucket"):
+        outbox.publish(held(weights.items()), 0)
 
 
 def test_a_published_version_never_changes_its_content(make_run_anywhere, monkeypatch):

@@ -445,17 +445,27 @@ class Outbox:
         own = to_hex(self.mirror.digest)
         base = PendingUpdate([], self.digest, own, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
+        writer = self._writer
+
+        def put() -> list[FileRef]:
+            return writer.put_weights(version, consumed(self._write(version, self.shortcuts.folder)))
+
         files = self._copied()
         if files is None:
-            files = self._writer.put_weights(version, consumed(self._write(version, self.shortcuts.folder)))
+            files = self._until_stored(version, put, put)
         counts = self._reports.counts()
-        stored: list[tuple[list[FileRef], Counts]] = self._peers.exchange((files, counts))
+        stored: list[tuple[list[FileRef] | None, Counts]] = self._peers.exchange((files, counts))
+        parts = [part for part, _ in stored if part is not None]
         manifest = None
-        if isinstance(self._writer, RunWriter):
-            anchor = AnchorRef(version=version, files=tuple(file for part, _ in stored for file in part))
-            manifest = self._commit(self._writer, base, (), anchor)
-            self._report(manifest, base, 0.0, [counts for _, counts in stored[1:]])
-        self._writer.newest = self._peers.exchange(manifest)[0]
+        if isinstance(writer, RunWriter) and len(parts) == len(stored):
+            anchor = AnchorRef(version=version, files=tuple(itertools.chain(*parts)))
+            commit = functools.partial(self._commit, writer, base, (), anchor)
+            if manifest := self._until_stored(version, commit, writer.confirm):
+                self._report(manifest, base, 0.0, [counts for _, counts in stored[1:]])
+        newest: Manifest | None = self._peers.exchange(manifest)[0]
+        if newest is None:
+            raise errors.ConfigError(f"this Publisher was closed before version {version} was in the bucket")
+        writer.newest = newest
         self.shortcuts.restart(version, own, self.mirror.shapes)
 
     def _copied(self) -> list[FileRef] | None:
@@ -467,7 +477,10 @@ class Outbox:
         own = self.mirror.shapes
         sent = {} if self._peers.main else {name: fingerprint(self.mirror.bits(name)) for name in own}
         others = {name: found for rank in self._peers.exchange(sent) for name, found in rank.items()}
-        files = copy.copy(own, self.mirror.bits, others) if copy else []
+        files: list[FileRef] | None = []
+        if copy:
+            store = functools.partial(copy.copy, own, self.mirror.bits, others)
+            files = self._until_stored(0, store, store)
         return files if self._peers.exchange(bool(files))[0] else None
 
     def _run(self) -> None:
@@ -538,7 +551,8 @@ class Outbox:
     def _until_stored(
         self, version: int, attempt: Callable[[], Kind], again: Callable[[], Kind]
     ) -> Kind | None:
-        """Call `attempt`; after each `BucketError`, call `again`. Return the result; after `close`, None."""
+        """Call `attempt`; after each `BucketError`, call `again`. Return the result; after `close`, None. The
+        caller is the background thread, or the trainer's if a version is published whole."""
         began = time.monotonic()
         warned = -math.inf
         while not (self._closed or self._failure):
