@@ -461,6 +461,24 @@ def test_all_weights_of_a_version_have_one_16_bit_dtype(of_base, of_trainer, exp
     assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == kind
 
 
+@pytest.mark.parametrize(("first", "later"), [("bfloat16", "float16"), ("float16", "bfloat16")])
+@pytest.mark.parametrize("same", [True, False], ids=["same trainer", "next trainer"])
+def test_a_run_keeps_its_16_bit_dtype(first, later, same, model, base):
+    """Numbers of the other one would be rounded, or taken for numbers of this one."""
+    with contextlib.ExitStack() as stack:
+        publisher = stack.enter_context(contextlib.closing(Publisher(url_of(base), base)))
+        publisher.publish(model.to(getattr(torch, first)))
+        publisher.flush()
+        before = stored(newest(base))
+        if not same:
+            publisher = stack.enter_context(contextlib.closing(Publisher(url_of(base), base)))
+        sentence = "came as .* and now comes as" if same else "in the trainer, but .* in run 'run'"
+        with pytest.raises((CheckpointError, CodecError), match=rf"model\.\S+ .*{sentence}"):
+            publisher.publish(model.to(getattr(torch, later)))
+    after = stored(newest(base))
+    assert all(same_bits(tensor, after[name]) for name, tensor in before.items())
+
+
 def flip(tensor: torch.Tensor, every: int) -> None:
     """Change the lowest bit of some elements, which no rounding to 16 bits keeps."""
     flat = tensor.detach().view(-1).view(torch.uint8)[:: tensor.element_size()]

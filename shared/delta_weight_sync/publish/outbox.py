@@ -366,6 +366,11 @@ class Outbox:
         others = self._shards.mirror.search()
         for held in weights:
             self.require_same(held.name, held.shape)
+            if held.dtype != self.dtypes[held.name]:
+                raise errors.CodecError(
+                    f"{held.name} came as {self.dtypes[held.name]} and now comes as {held.dtype}: publish it"
+                    " in the same dtype each time"
+                )
             self._require_finite(held)
             names.append(held.name)
             if self.owners[held.name] == self._peers.rank:

@@ -5,7 +5,8 @@ exceptions:
 
 - A checkpoint that is float32 as a whole gives versions in bf16, the dtype that servers use. In a checkpoint
   of a 16-bit dtype, float32 tensors are there on purpose, so they stay float32.
-- If the trainer holds a tensor in another 16-bit dtype than the checkpoint, the version has the trainer's.
+- If the trainer holds a tensor in another 16-bit dtype than the checkpoint, the version has the trainer's. If
+  the run has versions already, this is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from delta_weight_sync.checkpoint import FLOATS, Spec, Specs, dtype_of
+from delta_weight_sync.checkpoint import DTYPES, FLOATS, Spec, Specs, dtype_of
 from delta_weight_sync.errors import CheckpointError
 from delta_weight_sync.publish.names import Joined, Names, View
 from delta_weight_sync.publish.readable import no_elements
@@ -141,6 +142,11 @@ class Plan:
             raise CheckpointError(
                 f"{name} is {trained} in the trainer, but {stored} in {self.source}: publish it in that"
                 " dtype, or leave it out if training does not change it"
+            )
+        if self.fixed and {trained, stored} == {*HALF}:
+            raise CheckpointError(
+                f"{name} is {trained} in the trainer, but {stored} in {self.source}, which cannot hold the"
+                f" same values: load the model in {DTYPES[stored][0]}, or choose another run name"
             )
         if not both_float or (self.fixed and name in self.stored) or self.is_kept(name):
             return stored
