@@ -1,6 +1,7 @@
 """Settings of the whole suite, and how it is shared by several processes."""
 
 import gc
+import logging
 import multiprocessing.spawn
 import os
 import tempfile
@@ -25,6 +26,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", tempfile.gettempdir())  # a folder that ends with the server
     # The program that starts children: a replica's engine gets only some variables.
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", multiprocessing.spawn.get_executable())
+    # The plugin gives the library's log to vLLM's handlers, which pytest does not see.
+    monkeypatch.setattr(logging.getLogger("delta_weight_sync"), "parent", logging.getLogger())
 
 
 def pytest_collection_finish() -> None:

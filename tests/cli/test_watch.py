@@ -81,7 +81,8 @@ def _step(log: RunLogWriter, step: int, reward: float | None = None, **metrics: 
 
 def _score(reader: RunReader, *versions: int) -> None:
     evaluations = Evaluations(reader, "eval", 1)
-    for manifest in evaluations.due(set(range(VERSIONS)) - set(versions)):
+    for version in evaluations.due(set(range(VERSIONS)) - set(versions)):
+        manifest = reader.manifest(version)
         evaluations.add(manifest, {"accuracy": manifest.version}, 1.0)
     evaluations.close()
 

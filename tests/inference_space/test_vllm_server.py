@@ -66,7 +66,7 @@ class TestArguments:
     def test_a_secret_in_arguments_that_vllm_refuses_is_only_in_the_log(
         self, vllm_args, quoted, vllm, tmp_path, monkeypatch
     ):
-        log = mock.Mock()  # not caplog: with the plugin, vLLM's logger takes the messages
+        log = mock.Mock()  # not caplog: vLLM loads the plugin, so that its logger takes the messages
         monkeypatch.setattr("inference_space.vllm_server.log", log)
         vllm._settings = Settings(bucket="file:///b", run="r", folder=str(tmp_path), vllm_args=vllm_args)
         with pytest.raises(EngineError) as refused:
