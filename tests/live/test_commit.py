@@ -4,6 +4,7 @@ test_engine.py makes commits at chosen moments; here they come from a trainer, w
 """
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
@@ -110,23 +111,35 @@ def test_an_answer_that_must_be_exact_has_tokens_of_one_version_or_is_an_error(t
     """Commits come all the time. Unless an answer was finished before the next one, it is refused."""
     replica.wait_for(trainer.publisher.version)
     enough = Event()
+    told: list[tuple[bool, str]] = []
+    limit = time.monotonic() + PATIENCE_S
+
+    def was_refused(streams: bool) -> bool:
+        return any("changed while it answered" in text for streamed, text in told if streamed is streams)
+
     with ThreadPoolExecutor(CLIENTS) as pool:
-        asked = [pool.submit(ask_exactly, enough, replica, i % 2 == 0) for i in range(CLIENTS // 4)]
-        for _ in range(COMMITS):
-            update(trainer, replica)
-        enough.set()
-        answers = [answer for future in asked for answer in future.result()]
-    for streams in (True, False):
-        assert any("changed while it answered" in text for streamed, text in answers if streamed is streams)
+        asked = [pool.submit(ask_exactly, enough, replica, i % 2 == 0, told) for i in range(CLIENTS // 4)]
+        try:
+            while not (was_refused(True) and was_refused(False)) and time.monotonic() < limit:
+                update(trainer, replica)
+        finally:
+            enough.set()
+        for future in asked:
+            future.result()
+    assert was_refused(True)
+    assert was_refused(False)
     # Now nothing changes, so the same requests are answered.
-    assert ask_exactly(enough, replica, True) == [(True, "")]
-    assert ask_exactly(enough, replica, False) == [(False, "")]
+    for streams in (True, False):
+        told.clear()
+        ask_exactly(enough, replica, streams, told)
+        assert told == [(streams, "")]
 
 
-def ask_exactly(enough: Event, replica: Replica, streams: bool) -> list[tuple[bool, str]]:
-    """Ask for tokens of the sync that is served; returns what each request was told, "" for an answer."""
-    found = []
-    while not found or not enough.is_set():
+def ask_exactly(enough: Event, replica: Replica, streams: bool, told: list[tuple[bool, str]]) -> None:
+    """Ask for tokens of the sync that is served, at least once; adds to `told` what each request was told, ""
+    for an answer."""
+    asks = True
+    while asks:
         sync = made_by(httpx.get(f"{replica.url}/v1/models", headers=HEADERS))[0]["weights"]["sync"]
         headers = HEADERS | {"x-policy-exact-sync": str(sync)}
         asked = {**body([PROMPT], LONG), "stream": streams}
@@ -141,12 +154,12 @@ def ask_exactly(enough: Event, replica: Replica, streams: bool) -> list[tuple[bo
             versions = made_by(answer) if answer.status_code == 200 else None
         if error := ended.get("error"):
             assert error["code"] in (409, 503), "409: a commit came before the request"
-            found.append((streams, error["message"]))
+            told.append((streams, error["message"]))
         else:
             ((weights, tokens),) = ((entry["weights"], entry["tokens"]) for entry in versions)
             assert (weights["sync"], tokens) == (sync, [[0, 0, LONG]])
-            found.append((streams, ""))
-    return found
+            told.append((streams, ""))
+        asks = not enough.is_set()
 
 
 def test_every_choice_of_every_kind_of_answer_has_its_spans(trainer, replica):

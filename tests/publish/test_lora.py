@@ -317,6 +317,6 @@ def shared(rank: int, folder: Path, layout: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["copies", "fsdp"])
+@pytest.mark.parametrize("layout", [pytest.param("copies", marks=pytest.mark.long), "fsdp"])
 def test_several_ranks_publish_one_file(layout, tmp_path):
     assert forked.ranks(shared, 2, tmp_path, layout) == [0, 0]

@@ -225,7 +225,7 @@ def _sharded(rank: int, folder: Path, name: str, dim: int) -> None:
     ("name", "size", "dim"),
     [
         ("mixtral", 2, 0),
-        ("llama", 2, 0),
+        pytest.param("llama", 2, 0, marks=pytest.mark.long),
         pytest.param("deepseek_v3", 3, 0, marks=pytest.mark.long),
         pytest.param("qwen3_moe", 2, 1, marks=pytest.mark.long),
     ],

@@ -232,7 +232,7 @@ def published(folder: Path) -> list[tuple[int, str, dict[str, Any]]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "size"), [("fsdp", 2), ("mesh", 4)])
+@pytest.mark.parametrize(("layout", "size"), [("fsdp", 2), pytest.param("mesh", 4, marks=pytest.mark.long)])
 def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp_path):
     """In one life or two: each rank then restores its own shards. The state is older than the newest version,
     which comes once.

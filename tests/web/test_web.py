@@ -45,8 +45,13 @@ def npm() -> dict[str, str]:
     return environment
 
 
-def test_both_implementations_take_and_refuse_the_same(npm: dict[str, str], tmp_path: Path) -> None:
-    vectors.write(tmp_path, deltas=600, runs=200)
+@pytest.mark.parametrize(
+    ("deltas", "runs"), [pytest.param(150, 50), pytest.param(600, 200, marks=pytest.mark.long)]
+)
+def test_both_implementations_take_and_refuse_the_same(
+    npm: dict[str, str], tmp_path: Path, deltas: int, runs: int
+) -> None:
+    vectors.write(tmp_path, deltas=deltas, runs=runs)
     environment = npm | {"DWS_VECTORS": str(tmp_path)}
     done = subprocess.run(["npm", "test"], cwd=WEB, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr

@@ -91,7 +91,9 @@ def replica(world: World, url: str, folder: Path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "serves_later"), [("colab", False), ("kaggle", True)])
+@pytest.mark.parametrize(
+    ("name", "serves_later"), [pytest.param("colab", False, marks=pytest.mark.long), ("kaggle", True)]
+)
 def test_every_cell_runs(
     world: World, axes: tuple[Axes, Axes], tmp_path: Path, capsys, name: str, serves_later: bool
 ):
