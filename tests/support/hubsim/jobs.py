@@ -187,7 +187,11 @@ class Jobs:
         known = {key: account[key] for key in ("id", "name", "type")}
         job = JobState(uuid4().hex[:24], known, spec, initiator)
         self.all[job.id] = job
-        self._start(job, who)
+        try:
+            self._start(job, who)
+        except BaseException:  # else it would look as if it ran
+            del self.all[job.id]
+            raise
         return job
 
     def find(self, owner: str, name: str, who: str | None, permission: str = READ) -> JobState:
@@ -264,7 +268,7 @@ class Jobs:
         with hf_xet.XetSession().new_file_download_group(
             endpoint=f"{self.url}{OWN_CAS}", token="xet-read", token_expiry_unix_secs=1 << 40
         ) as group:
-            for path, file in bucket.files.items():
+            for path, file in [*bucket.files.items()]:  # others write to the bucket meanwhile
                 if not path.startswith(start):
                     continue
                 target = out / path.removeprefix(start)
