@@ -387,9 +387,9 @@ def publish_together(rank: int, folder: Path, url: str, model: str, hub_url: str
 
 
 @pytest.mark.parametrize(
-    "differs",
-    [pytest.param(False, id="the base", marks=pytest.mark.long), pytest.param(True, id="one weight differs")],
+    "differs", [pytest.param(False, id="the base"), pytest.param(True, id="one weight differs")]
 )
+@pytest.mark.long
 def test_several_ranks(hub, client, tmp_path, differs):
     tensors = weights()
     model = push(hub, write(tmp_path / "base", tensors, 2))

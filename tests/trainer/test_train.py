@@ -297,8 +297,9 @@ def test_a_signal_and_a_sudden_death_end_the_process_that_plays(tmp_path):
 
 @pytest.mark.parametrize(
     ("kills", "seed"),
-    [pytest.param(1, 1, marks=pytest.mark.live), pytest.param(20, 2, marks=pytest.mark.long)],
+    [(1, 1), (20, 2)],
 )
+@pytest.mark.long
 def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tmp_path):
     """Ended by -9 and SIGTERM at random instants, and started again with the same command."""
     lives = [sys.executable, "-m", "tests.support.trainer_lives", str(tmp_path), str(kills), str(seed)]
