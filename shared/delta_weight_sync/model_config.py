@@ -6,6 +6,7 @@ published weights, have their digest, and generate other tokens.
 """
 
 import copy
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -96,16 +97,28 @@ def difference(started: Mapping[str, Any], published: Mapping[str, Any]) -> str:
 
 def _complete(*configs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The configs of one kind of model with all defaults, in the form of this release of transformers, if it
-    knows the model; otherwise as they are."""
+    knows the model. Otherwise all fields, as they are."""
     from transformers import CONFIG_MAPPING
 
     kind = configs[0].get("model_type")
     if kind not in CONFIG_MAPPING:
         return [*configs]
     try:
-        return [CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(config))).to_dict() for config in configs]
+        return [_fields(CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(config)))) for config in configs]
     except Exception:  # noqa: BLE001 - a few of transformers' classes do not read what they write
         return [*configs]
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """The fields that the class of the config knows. Others, such as `unsloth_fixed`, change no token."""
+    from transformers import PretrainedConfig
+
+    values = config.to_dict()
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {
+        name: _fields(value) if isinstance(value, PretrainedConfig) else values.get(name)
+        for name, value in found.items()
+    }
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

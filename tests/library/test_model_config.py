@@ -54,6 +54,7 @@ def test_a_field_that_counts_is_named(started, published, field):
         {"eos_token_id": [2, 3], "pad_token_id": 0},  # as trainers set them
         {"torch_dtype": "float16", "use_cache": False, "attention_dropout": 0.1},
         {"transformers_version": "4.40.0", "architectures": ["LlamaForCausalLM"], "_name_or_path": "me/it"},
+        {"unsloth_fixed": True},  # a field that no class of transformers knows
         {"max_position_embeddings": 8192},  # which changes no token unless positions are scaled
         {"rope_theta": 10000.0, "rope_scaling": None},  # as transformers 4 writes the defaults
     ],
