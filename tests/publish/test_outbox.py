@@ -69,14 +69,11 @@ def one_by_one(bucket: Bucket, put: Callable[[str, bytes | Path], None], monkeyp
     monkeypatch.setattr(bucket, "put_all", lambda objects, _: [put(*each) for each in objects])
 
 
-@pytest.mark.parametrize("part", ["deltas/", "manifests/", "heads/"])
-@pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
-def test_a_failing_upload_is_repeated_and_nothing_is_lost(
-    make_run, tmp_path, monkeypatch, caplog, part, stored
-):
-    run = make_run()
-    put = run.reader.bucket.put
-    failures = [3]
+def fail(bucket: Bucket, part: str, times: int, stored: bool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the first uploads to keys with `part` fail. `stored`: only the answer is lost. Returns how many are
+    still to fail."""
+    put = bucket.put
+    failures = [times]
 
     def failing_put(key: str, data: bytes | Path) -> None:
         if part not in key or not failures[0]:
@@ -86,8 +83,18 @@ def test_a_failing_upload_is_repeated_and_nothing_is_lost(
             put(key, data)
         raise BucketUnreachableError(f"{key}: the link is down")
 
-    one_by_one(run.reader.bucket, failing_put, monkeypatch)
+    one_by_one(bucket, failing_put, monkeypatch)
     monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
+    return failures
+
+
+@pytest.mark.parametrize("part", ["deltas/", "manifests/", "heads/"])
+@pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
+def test_a_failing_upload_is_repeated_and_nothing_is_lost(
+    make_run, tmp_path, monkeypatch, caplog, part, stored
+):
+    run = make_run()
+    fail(run.reader.bucket, part, 3, stored, monkeypatch)
     for _ in range(3):
         run.move()
         run.publish()
@@ -101,19 +108,7 @@ def test_a_failing_upload_is_repeated_and_nothing_is_lost(
 @pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
 def test_a_failing_upload_of_version_0_is_repeated(tmp_path, monkeypatch, caplog, part, stored):
     bucket = open_bucket((tmp_path / "bucket").as_uri(), create=True)
-    put = bucket.put
-    failures = [2]
-
-    def failing_put(key: str, data: bytes | Path) -> None:
-        if part not in key or not failures[0]:
-            return put(key, data)
-        failures[0] -= 1
-        if stored:
-            put(key, data)
-        raise BucketUnreachableError(f"{key}: the link is down")
-
-    one_by_one(bucket, failing_put, monkeypatch)
-    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
+    failures = fail(bucket, part, 2, stored, monkeypatch)
     with closing(Drifting(bucket)) as run:
         assert failures == [0]
         assert rebuilt(run, tmp_path) == run.digest()
